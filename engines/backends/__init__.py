@@ -1,0 +1,1 @@
+"""Adapters from one serving step to one inference library."""

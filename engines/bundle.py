@@ -1,0 +1,203 @@
+"""EngineBundle: a folder that is written atomically and never opened unverified.
+
+    NAME/manifest.json     schema, SKU, versions, digests of every other file
+    NAME/manifest.sha256   digest of manifest.json: the bundle's identity
+    NAME/engine.onnx ...   the engine, its weights, tokenizer files, plugin libraries
+
+Knows files and digests; does not know how to run an engine.
+"""
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from engines.manifest import SCHEMA_VERSION, FileRecord, Manifest
+from engines.sku import host_cpu_features
+from plugins.errors import KilnError
+
+MANIFEST = "manifest.json"
+IDENTITY = "manifest.sha256"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+class BundleError(KilnError):
+    """A bundle that must not be opened, or could not be written."""
+
+
+@dataclass(frozen=True)
+class EngineBundle:
+    """A verified bundle on disk."""
+
+    path: Path
+    manifest: Manifest
+    sha256: str
+
+    @property
+    def engine_path(self) -> Path:
+        return self.path / self.manifest.engine
+
+    @property
+    def plugin_paths(self) -> list[Path]:
+        return [self.path / plugin.file for plugin in self.manifest.plugins]
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        return self.path / self.manifest.tokenizer if self.manifest.tokenizer else None
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, as hex."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def file_records(folder: Path) -> dict[str, FileRecord]:
+    """Digest and size of every file below `folder`, keyed by its POSIX path relative to it."""
+    return {
+        path.relative_to(folder).as_posix(): FileRecord(sha256=file_sha256(path), bytes=path.stat().st_size)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def open_bundle(path: Path) -> EngineBundle:
+    """Verify a bundle completely and return it. Raises BundleError naming what is wrong."""
+    if not path.is_dir():
+        raise BundleError(f"{path} is not a folder; expected an engine bundle made by build-engine")
+    manifest_path, identity_path = path / MANIFEST, path / IDENTITY
+    for required in (manifest_path, identity_path):
+        if not required.is_file():
+            raise BundleError(f"{path} has no {required.name}; expected an engine bundle made by build-engine")
+    text = manifest_path.read_bytes()
+    found = hashlib.sha256(text).hexdigest()
+    expected = identity_path.read_text(errors="replace").strip()
+    if found != expected:
+        raise BundleError(f"{manifest_path} has SHA-256 {found}, but {IDENTITY} says {expected}; rebuild the bundle")
+    manifest = _manifest_from_json(manifest_path, text)
+    _verify_files(path, manifest)
+    missing = sorted(set(manifest.sku.cpu_features) - host_cpu_features())
+    if missing:
+        raise BundleError(
+            f"{path} was built for SKU {manifest.sku.name} and needs the CPU features {', '.join(missing)}, which this "
+            f"machine lacks; build it for this machine: build-engine {manifest.model.source} --sku cpu"
+        )
+    return EngineBundle(path, manifest, found)
+
+
+def _manifest_from_json(path: Path, text: bytes) -> Manifest:
+    try:
+        document = json.loads(text)
+        version = document.get("schema_version")
+    except (ValueError, AttributeError) as error:
+        raise BundleError(f"{path} is not a JSON object: {error}; rebuild the bundle") from error
+    if version != SCHEMA_VERSION:
+        raise BundleError(
+            f"{path} has schema version {version}, this Kiln reads version {SCHEMA_VERSION}; "
+            f"rebuild the bundle, or use the Kiln that made it ({document.get('kiln_version', 'unknown version')})"
+        )
+    try:
+        return Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BundleError(f"{path}: field '{where}': {first['msg']}; rebuild the bundle") from error
+
+
+def _verify_files(path: Path, manifest: Manifest) -> None:
+    for name, record in manifest.files.items():
+        file = path / name
+        if not file.resolve().is_relative_to(path.resolve()):
+            raise BundleError(f"{path / MANIFEST} names the file '{name}', which lies outside the bundle")
+        if not file.is_file():
+            raise BundleError(f"{path} lacks the file {name}; copy the whole folder again, or rebuild the bundle")
+        size = file.stat().st_size
+        if size != record.bytes:
+            raise BundleError(f"{file} has {size} bytes, the manifest says {record.bytes}; copy or rebuild the bundle")
+        digest = file_sha256(file)
+        if digest != record.sha256:
+            raise BundleError(
+                f"{file} has SHA-256 {digest}, the manifest says {record.sha256}; copy or rebuild the bundle"
+            )
+    listed = {*manifest.files, MANIFEST, IDENTITY}
+    extra = sorted(
+        name
+        for name in (file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir())
+        if name not in listed
+    )
+    if extra:
+        raise BundleError(f"{path} holds {extra[0]}, which its manifest does not list; move it out of the bundle")
+    named = {manifest.engine, *(plugin.file for plugin in manifest.plugins)}
+    if manifest.tokenizer:
+        named.add(f"{manifest.tokenizer}/tokenizer_config.json")
+    for name in sorted(named - set(manifest.files)):
+        raise BundleError(f"{path / MANIFEST} uses the file {name} but lists no digest for it; rebuild the bundle")
+
+
+def write_bundle(path: Path, fill: Callable[[Path], Manifest]) -> EngineBundle:
+    """Write a bundle so that `path` holds, at every moment, nothing, the old bundle or the new one.
+
+    `fill` puts the files into the temporary sibling folder that it is given and returns their manifest.
+    Another builder of the same path waits; leftovers of killed builders are removed.
+    """
+    if path.exists() and not (path / MANIFEST).is_file():
+        raise BundleError(f"{path} exists and is not an engine bundle; choose another --out or remove it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{path.name}.kiln-"
+    with (path.parent / f"{prefix}lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for leftover in path.parent.glob(f"{prefix}tmp-*"):
+            shutil.rmtree(leftover)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{prefix}tmp-", dir=path.parent))
+        try:
+            temporary.chmod(0o755)
+            manifest = fill(temporary)
+            text = (manifest.model_dump_json(indent=2) + "\n").encode()
+            identity = hashlib.sha256(text).hexdigest()
+            (temporary / MANIFEST).write_bytes(text)
+            (temporary / IDENTITY).write_text(identity + "\n")
+            _sync_tree(temporary)
+            _publish(temporary, path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(FileNotFoundError):
+                (path.parent / f"{prefix}lock").unlink()
+    return EngineBundle(path, manifest, identity)
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Put the new folder in place in one step; afterwards `temporary` is gone or holds the old bundle."""
+    if not path.exists():
+        temporary.rename(path)
+    else:
+        libc = ctypes.CDLL(None, use_errno=True)
+        source, target = os.fsencode(temporary), os.fsencode(path)
+        if libc.renameat2(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_EXCHANGE) != 0:
+            code = ctypes.get_errno()
+            reason = "the file system cannot exchange two folders" if code == errno.EINVAL else os.strerror(code)
+            raise BundleError(f"cannot replace {path} atomically: {reason}; choose another --out or remove it first")
+    _sync(path.parent)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

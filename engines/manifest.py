@@ -1,0 +1,114 @@
+"""What a bundle says about itself: the schema of `manifest.json`.
+
+Data only. Reading, verifying and writing bundles is `engines.bundle`'s work.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from plugins.paged_attention.schema import KvSpec
+
+SCHEMA_VERSION = 1
+
+
+class Record(BaseModel):
+    """Frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileRecord(Record):
+    """One file of the bundle."""
+
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    bytes: int = Field(ge=0)
+
+
+class TensorRecord(Record):
+    """An input or output: numpy dtype name; a symbolic dimension is a string."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+class ModelRecord(Record):
+    """Where the model came from."""
+
+    source: str
+    architecture: str
+    sha256: str
+    parameters: int
+
+
+class SkuRecord(Record):
+    """The machine type that the engine was built for; `cpu_features` are needed to open it."""
+
+    name: str
+    arch: str
+    cpu_features: tuple[str, ...] = ()
+
+
+class BackendRecord(Record):
+    """The inference library that runs the engine, and the version that it was checked with."""
+
+    name: Literal["onnxruntime"]
+    version: str
+    provider: str
+
+
+class PluginRecord(Record):
+    """A compiled operator library in the bundle."""
+
+    file: str
+    operator: str
+    abi_hash: str
+
+
+class PassRecord(Record):
+    """What one graph pass did."""
+
+    name: str
+    changed: bool
+    seconds: float
+
+
+class DecoderRecord(Record):
+    """Present for models with a KV cache."""
+
+    kv: KvSpec
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+
+
+class CheckRecord(Record):
+    """A numeric check that the bundle passed before it was published."""
+
+    name: str
+    value: float
+    limit: float
+    origin: str
+
+
+class Manifest(Record):
+    """`manifest.json`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    kiln_version: str
+    created: str
+    name: str
+    model: ModelRecord
+    sku: SkuRecord
+    backend: BackendRecord
+    precision: Literal["fp32"]
+    engine: str = "engine.onnx"
+    tokenizer: str | None = None
+    inputs: tuple[TensorRecord, ...]
+    outputs: tuple[TensorRecord, ...]
+    decoder: DecoderRecord | None = None
+    plugins: tuple[PluginRecord, ...] = ()
+    passes: tuple[PassRecord, ...] = ()
+    checks: tuple[CheckRecord, ...] = ()
+    files: dict[str, FileRecord]

@@ -1,0 +1,1 @@
+"""Requests, block pool, scheduler, sampler and the engine that runs them."""

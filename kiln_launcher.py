@@ -1,0 +1,62 @@
+"""Entry point of the console scripts, and the guard against foreign packages with our names.
+
+`plugins`, `passes`, `engines` and `pipeline` are generic names: another distribution, or a folder of the
+same name in the working directory, can shadow one. This module has a name that nobody else uses, imports
+nothing but the standard library, and checks where each of the four would come from before any is used.
+"""
+
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+PACKAGES = ("plugins", "passes", "engines", "pipeline")
+ROOT = Path(__file__).resolve().parent
+
+
+class ShadowedPackageError(ImportError):
+    """A package of ours would be imported from somewhere else."""
+
+
+def check_packages() -> None:
+    """Raise ShadowedPackageError unless all four packages resolve to those beside this module."""
+    for name in PACKAGES:
+        expected = ROOT / name / "__init__.py"
+        loaded = sys.modules.get(name)
+        if loaded is not None:
+            origin = getattr(loaded, "__file__", None) or next(iter(getattr(loaded, "__path__", [])), None)
+        else:
+            spec = PathFinder.find_spec(name)
+            if spec is None:
+                origin = None if not expected.exists() else str(expected)  # an editable install's own finder
+            else:
+                origin = spec.origin or next(iter(spec.submodule_search_locations or []), None)
+        if origin is None or Path(origin).resolve() != expected:
+            raise ShadowedPackageError(
+                f"the package '{name}' would be imported from {origin or 'nowhere'}, but Kiln's is {expected.parent}. "
+                f"Ways out: run from a folder that has no '{name}' in it, or set PYTHONSAFEPATH=1 (python -P); "
+                f"uninstall or rename the other package; or install Kiln into a virtual environment of its own."
+            )
+
+
+def _guarded(command: str) -> None:
+    try:
+        check_packages()
+    except ShadowedPackageError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def build_engine() -> None:
+    """Console script `build-engine`."""
+    _guarded("build-engine")
+    from pipeline.cli import build_engine_command, run_command
+
+    run_command(build_engine_command)
+
+
+def kiln() -> None:
+    """Console script `kiln`."""
+    _guarded("kiln")
+    from pipeline.cli import kiln_group, run_command
+
+    run_command(kiln_group)

@@ -1,0 +1,1 @@
+"""Graph rewrites on ONNX models, one per file. Knows nothing of machines, engines or files on disk."""

@@ -1,0 +1,1 @@
+"""From a trained model to a verified engine bundle, and the command line."""

@@ -1,0 +1,9 @@
+"""The one error type that a user is meant to read.
+
+Every message says what was found, what was expected and what to do. The command line prints it and
+exits with code 2; anything else that escapes is a bug in Kiln.
+"""
+
+
+class KilnError(Exception):
+    """Bad input, or a machine that lacks something: the message says what to do about it."""

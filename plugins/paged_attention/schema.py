@@ -1,0 +1,142 @@
+"""Names, shapes and attributes of the paged-attention operator and of the graphs that carry it.
+
+Single source of truth: the exporter, the binding pass, the kernels' bindings and the runtime take
+their names from here. Semantics are those of `com.microsoft::PagedAttention` (opset 1) of ONNX
+Runtime; Kiln's CPU kernel implements them as `kiln::PagedAttention` with the same input order, so that
+binding a graph to a backend only changes a node's domain.
+
+What the operator does, for every sequence s with new tokens cu[s] <= t < cu[s+1]:
+
+1. with `do_rotary`, rotate query and key of token t at position past_seqlens[s] + (t - cu[s]);
+2. write key and value of token t to flat slot `slot_mapping[t]` (block * block_size + offset) of the
+   caches; -1 writes nothing;
+3. attend from query t to positions 0 .. past_seqlens[s] + (t - cu[s]), read through block_table[s];
+   with `local_window_size` w > 0 only to the last w of them (the token itself included).
+
+All writes of one call happen before its reads, so a token may read what another one in the call wrote.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+EXPORT_DOMAIN = "com.microsoft"
+"""Domain of the operator as exported; a backend's binding replaces it."""
+DOMAIN = "kiln"
+OP_TYPE = "PagedAttention"
+SINCE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One operand: `shape` in the symbols used below, `dtypes` as numpy/ml_dtypes names."""
+
+    name: str
+    shape: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    optional: bool = False
+
+
+_CACHE = ("float32", "float16", "bfloat16")
+_CACHE_SHAPE = ("blocks", "block_size", "kv_num_heads", "head_dim")
+
+INPUTS = (
+    TensorSpec("query", ("tokens", "num_heads*head_dim"), ("float32",)),
+    TensorSpec("key", ("tokens", "kv_num_heads*head_dim"), ("float32",)),
+    TensorSpec("value", ("tokens", "kv_num_heads*head_dim"), ("float32",)),
+    TensorSpec("key_cache", _CACHE_SHAPE, _CACHE),
+    TensorSpec("value_cache", _CACHE_SHAPE, _CACHE),
+    TensorSpec("cumulative_sequence_length", ("seqs+1",), ("int32",)),
+    TensorSpec("past_seqlens", ("seqs",), ("int32",)),
+    TensorSpec("block_table", ("seqs", "max_blocks"), ("int32",)),
+    TensorSpec("cos_cache", ("positions", "rotary_dim/2"), ("float32",), optional=True),
+    TensorSpec("sin_cache", ("positions", "rotary_dim/2"), ("float32",), optional=True),
+    TensorSpec("slot_mapping", ("tokens",), ("int32",)),
+)
+OUTPUTS = (
+    TensorSpec("output", ("tokens", "num_heads*head_dim"), ("float32",)),
+    TensorSpec("key_cache_out", _CACHE_SHAPE, _CACHE),
+    TensorSpec("value_cache_out", _CACHE_SHAPE, _CACHE),
+)
+"""The cache outputs alias the cache inputs when both are bound to one buffer; else they are copies."""
+
+ATTRIBUTES: dict[str, int | float | None] = {
+    "num_heads": None,  # required
+    "kv_num_heads": None,  # required; divides num_heads
+    "scale": 0.0,  # 0 means 1/sqrt(head_dim)
+    "softcap": 0.0,  # 0 means none; else score = softcap * tanh(score / softcap)
+    "local_window_size": -1,  # -1 means unlimited
+    "do_rotary": 0,
+    "rotary_interleaved": 0,  # 0: halves (x[i], x[i + d/2]); 1: pairs (x[2i], x[2i+1])
+}
+"""Attribute name to default; None marks a required one."""
+
+
+def abi_hash() -> str:
+    """SHA-256 of everything a compiled plugin and a graph must agree on."""
+    abi = {
+        "operator": [DOMAIN, OP_TYPE, SINCE_VERSION],
+        "inputs": [asdict(spec) for spec in INPUTS],
+        "outputs": [asdict(spec) for spec in OUTPUTS],
+        "attributes": ATTRIBUTES,
+    }
+    return hashlib.sha256(json.dumps(abi, sort_keys=True).encode()).hexdigest()
+
+
+CacheDtype = Literal["float32", "float16", "bfloat16"]
+CACHE_ITEMSIZE: dict[CacheDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class KvLayer:
+    """Cache geometry of one decoder layer."""
+
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class KvSpec:
+    """Layout of the whole key/value cache: per layer two tensors [blocks, block_size, kv_heads, head_dim]."""
+
+    layers: tuple[KvLayer, ...]
+    block_size: int
+    dtype: CacheDtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token of context holds, keys and values of all layers."""
+        return 2 * CACHE_ITEMSIZE[self.dtype] * sum(layer.kv_heads * layer.head_dim for layer in self.layers)
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.block_size * self.bytes_per_token
+
+    def cache_shape(self, layer: int, blocks: int) -> tuple[int, int, int, int]:
+        geometry = self.layers[layer]
+        return (blocks, self.block_size, geometry.kv_heads, geometry.head_dim)
+
+
+# A serving graph's own inputs and outputs; all step inputs are int32.
+STEP_INPUTS: dict[str, tuple[str, ...]] = {
+    "input_ids": ("tokens",),
+    "position_ids": ("tokens",),
+    "logits_indices": ("rows",),  # which tokens' hidden states reach the language-model head
+    "cumulative_sequence_length": ("seqs+1",),
+    "past_seqlens": ("seqs",),
+    "block_table": ("seqs", "max_blocks"),
+    "slot_mapping": ("tokens",),
+}
+LOGITS = "logits"
+"""Output [rows, vocabulary], float32."""
+
+
+def cache_names(layer: int) -> tuple[str, str]:
+    """Graph inputs that hold one layer's keys and values."""
+    return f"key_cache.{layer}", f"value_cache.{layer}"
+
+
+def cache_output_names(layer: int) -> tuple[str, str]:
+    """Graph outputs that alias `cache_names(layer)`."""
+    return f"key_cache_out.{layer}", f"value_cache_out.{layer}"
