@@ -16,7 +16,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,31 +148,53 @@ def write_bundle(path: Path, fill: Callable[[Path], Manifest]) -> EngineBundle:
     """Write a bundle so that `path` holds, at every moment, nothing, the old bundle or the new one.
 
     `fill` puts the files into the temporary sibling folder that it is given and returns their manifest.
-    Another builder of the same path waits; leftovers of killed builders are removed.
+    Builders of one path may run at once, the last to finish wins. Leftovers of killed builders are removed.
     """
+    refuse_foreign_target(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary, lock = _claim_temporary(path)
+    try:
+        manifest = fill(temporary)
+        text = (manifest.model_dump_json(indent=2) + "\n").encode()
+        identity = hashlib.sha256(text).hexdigest()
+        (temporary / MANIFEST).write_bytes(text)
+        (temporary / IDENTITY).write_text(identity + "\n")
+        _sync_tree(temporary)
+        _publish(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(lock)
+    return EngineBundle(path, manifest, identity)
+
+
+def refuse_foreign_target(path: Path) -> None:
+    """Raise BundleError where `path` holds something that is not a bundle of ours to replace."""
     if path.exists() and not (path / MANIFEST).is_file():
         raise BundleError(f"{path} exists and is not an engine bundle; choose another --out or remove it")
-    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _claim_temporary(path: Path) -> tuple[Path, int]:
+    """A new temporary sibling of `path`, locked while we live, after removing those whose owners died."""
     prefix = f".{path.name}.kiln-"
-    with (path.parent / f"{prefix}lock").open("w") as lock:
+    parent = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(parent, fcntl.LOCK_EX)  # nobody cleans up between our mkdtemp and our lock
+        for leftover in path.parent.glob(f"{prefix}*"):
+            owner = os.open(leftover, os.O_RDONLY)
+            try:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(leftover)
+            except BlockingIOError:
+                pass  # its builder still runs
+            finally:
+                os.close(owner)
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
+        temporary.chmod(0o755)
+        lock = os.open(temporary, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for leftover in path.parent.glob(f"{prefix}tmp-*"):
-            shutil.rmtree(leftover)
-        temporary = Path(tempfile.mkdtemp(prefix=f"{prefix}tmp-", dir=path.parent))
-        try:
-            temporary.chmod(0o755)
-            manifest = fill(temporary)
-            text = (manifest.model_dump_json(indent=2) + "\n").encode()
-            identity = hashlib.sha256(text).hexdigest()
-            (temporary / MANIFEST).write_bytes(text)
-            (temporary / IDENTITY).write_text(identity + "\n")
-            _sync_tree(temporary)
-            _publish(temporary, path)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            with suppress(FileNotFoundError):
-                (path.parent / f"{prefix}lock").unlink()
-    return EngineBundle(path, manifest, identity)
+    finally:
+        os.close(parent)
+    return temporary, lock
 
 
 def _publish(temporary: Path, path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from plugins.paged_attention.schema import KvSpec
+from passes.onnx_model import DecoderSpec
 
 SCHEMA_VERSION = 1
 
@@ -74,15 +74,6 @@ class PassRecord(Record):
     seconds: float
 
 
-class DecoderRecord(Record):
-    """Present for models with a KV cache."""
-
-    kv: KvSpec
-    vocab_size: int
-    max_context: int
-    eos_token_ids: tuple[int, ...]
-
-
 class CheckRecord(Record):
     """A numeric check that the bundle passed before it was published."""
 
@@ -95,7 +86,7 @@ class CheckRecord(Record):
 class Manifest(Record):
     """`manifest.json`."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     kiln_version: str
     created: str
     name: str
@@ -107,7 +98,7 @@ class Manifest(Record):
     tokenizer: str | None = None
     inputs: tuple[TensorRecord, ...]
     outputs: tuple[TensorRecord, ...]
-    decoder: DecoderRecord | None = None
+    decoder: DecoderSpec | None = None
     plugins: tuple[PluginRecord, ...] = ()
     passes: tuple[PassRecord, ...] = ()
     checks: tuple[CheckRecord, ...] = ()

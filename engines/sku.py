@@ -6,18 +6,20 @@ Reads `skus.toml`. `cpu` is not an entry but a name for the best CPU entry that 
 import os
 import platform
 import tomllib
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
 
 from plugins.errors import KilnError
 
 TABLE = Path(__file__).with_name("skus.toml")
 
 
-@dataclass(frozen=True)
-class Sku:
+class Sku(BaseModel):
     """One machine type. `memory` (bytes), `bandwidth` (bytes/s) and `peak` (operations/s per dtype) may be unknown."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     arch: str
@@ -28,7 +30,7 @@ class Sku:
     cpu_features: tuple[str, ...] = ()
     memory: int | None = None
     bandwidth: float | None = None
-    peak: dict[str, float] = field(default_factory=dict)
+    peak: dict[str, float] = {}
 
     @property
     def is_cpu(self) -> bool:
@@ -37,15 +39,9 @@ class Sku:
 
 @cache
 def sku_table() -> dict[str, Sku]:
-    """All entries of `skus.toml` by name. An unknown key in the file raises TypeError."""
+    """All entries of `skus.toml` by name. An unknown key in the file raises ValidationError."""
     entries = tomllib.loads(TABLE.read_text())
-    return {
-        name: Sku(
-            name=name,
-            **{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()},
-        )
-        for name, entry in entries.items()
-    }
+    return {name: Sku.model_validate({"name": name, **entry}) for name, entry in entries.items()}
 
 
 @cache
