@@ -1,0 +1,46 @@
+"""Turns the scheduler's batch into the arrays of one step. The only place where positions become slots."""
+
+import numpy as np
+
+from engines.backends.base import StepInputs
+from engines.runtime.scheduler import Batch
+from engines.runtime.sequence import blocks_for
+
+
+def step_inputs_from_batch(batch: Batch, block_size: int) -> StepInputs:
+    """Packed int32 inputs of a non-empty batch: one block-table row per chunk, one logits row per sampling chunk.
+
+    The block table is as wide as the longest context in the batch needs; unused entries are 0 and never read.
+    """
+    assert batch
+    lengths = np.fromiter((chunk.length for chunk in batch), np.int32, len(batch))
+    cumulative = np.zeros(len(batch) + 1, np.int32)
+    np.cumsum(lengths, out=cumulative[1:])
+    tokens = int(cumulative[-1])
+    past = np.fromiter((chunk.start for chunk in batch), np.int32, len(batch))
+    ids = np.empty(tokens, np.int32)
+    slots = np.empty(tokens, np.int32)
+    positions = np.empty(tokens, np.int32)
+    table = np.zeros((len(batch), blocks_for(max(chunk.end for chunk in batch), block_size)), np.int32)
+    for row, chunk in enumerate(batch):
+        first, sequence = int(cumulative[row]), chunk.sequence
+        used = blocks_for(chunk.end, block_size)
+        table[row, :used] = np.frombuffer(sequence.blocks, np.int32, used)
+        if chunk.length == 1:  # most chunks are single decode tokens: no array arithmetic for them
+            ids[first] = sequence.token_ids[chunk.start]
+            positions[first] = chunk.start
+            slots[first] = sequence.blocks[chunk.start // block_size] * block_size + chunk.start % block_size
+        else:
+            span = slice(first, first + chunk.length)
+            ids[span] = sequence.token_ids[chunk.start : chunk.end]
+            positions[span] = where = np.arange(chunk.start, chunk.end, dtype=np.int32)
+            slots[span] = table[row, where // block_size] * block_size + where % block_size
+    return StepInputs(
+        input_ids=ids,
+        position_ids=positions,
+        logits_indices=cumulative[1:][[chunk.samples for chunk in batch]] - 1,
+        cumulative_sequence_length=cumulative,
+        past_seqlens=past,
+        block_table=table,
+        slot_mapping=slots,
+    )

@@ -1,0 +1,114 @@
+"""What a caller asks for and what comes back. Data only: no tokenizer, no scheduling.
+
+Finish reasons: `stop` (an end-of-sequence token or a stop string), `length` (max_tokens or the context is
+used up), `cancelled` (by the caller, or by closing the engine), `error` (the step or the sampler failed).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from plugins.errors import KilnError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+_MAX_SEED = 2**64
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when generation ends. Raises KilnError for a value out of range.
+
+    The filters apply in the order temperature, top_k, top_p. The default is greedy, hence reproducible.
+    """
+
+    temperature: float = 0.0
+    """0 is greedy: the most likely token, the lowest id among equals."""
+    top_k: int | None = None
+    """Keep only the k most likely tokens; None keeps all."""
+    top_p: float = 1.0
+    """Keep the fewest most likely tokens whose probability reaches top_p; 1 keeps all."""
+    seed: int | None = None
+    """Seed of this request's own generator; None draws one from the operating system."""
+    max_tokens: int | None = None
+    """Most tokens to generate; None, or more than the context leaves, means what the context leaves."""
+    stop: tuple[str, ...] = ()
+    """Generation ends where one of these appears in the text; the stop string itself is not returned."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token."""
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, "0 (greedy) or a finite positive number", lambda x: x >= 0)
+        _check_number("top_p", self.top_p, "a number above 0 and at most 1", lambda x: 0 < x <= 1)
+        _check_integer("top_k", self.top_k, "None (no limit) or an integer of at least 1", lambda k: k >= 1)
+        _check_integer("max_tokens", self.max_tokens, "None or an integer of at least 1", lambda n: n >= 1)
+        _check_integer("seed", self.seed, "None or an integer from 0 to 2**64 - 1", lambda s: 0 <= s < _MAX_SEED)
+        if not isinstance(self.stop, (tuple, list)) or not all(isinstance(s, str) and s for s in self.stop):
+            raise KilnError(f"stop is {self.stop!r}; expected non-empty strings: write stop=('first', 'second')")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if not isinstance(self.ignore_eos, bool):
+            raise KilnError(f"ignore_eos is {self.ignore_eos!r}; expected True or False")
+
+
+def _check_number(name: str, value: object, expected: str, valid: Callable[[Any], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not valid(value):
+        raise KilnError(f"{name} is {value!r}; expected {expected}")
+
+
+def _check_integer(name: str, value: object, expected: str, valid: Callable[[Any], bool]) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not valid(value):
+        raise KilnError(f"{name} is {value!r}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, as text or as token ids, and how to continue it."""
+
+    prompt: str | tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt, str):
+            return
+        if not isinstance(self.prompt, Sequence) or not all(type(token) is int for token in self.prompt):
+            raise KilnError(
+                f"the prompt is a {type(self.prompt).__name__}; expected text or a sequence of integer token ids"
+            )
+        object.__setattr__(self, "prompt", tuple(self.prompt))
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """What one step added to one request.
+
+    `text` may be empty although there are tokens: a character is still incomplete, or the text could be the
+    beginning of a stop string. It is then part of a later chunk.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    """Set on the last chunk only."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The outcome of one request."""
+
+    token_ids: tuple[int, ...]
+    """Every generated token, an end-of-sequence token and the tokens of a stop string included."""
+    text: str
+    """The text of these tokens without special tokens, cut before a stop string; empty without a tokenizer."""
+    finish_reason: FinishReason
+    prompt_tokens: int
+
+
+class RequestError(KilnError):
+    """A request that ended with finish reason `error`; `completion` holds what it gave before that."""
+
+    def __init__(self, message: str, completion: Completion) -> None:
+        super().__init__(message)
+        self.completion = completion

@@ -1,0 +1,84 @@
+"""Chooses one token from one row of logits. NumPy only; knows nothing of sequences or text.
+
+Each request brings its own generator, and a row is treated by itself, so a request with a seed gives the
+same tokens whatever else runs. One draw is used per sampled token, none by greedy.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.runtime.request import SamplingParams
+
+_NUCLEUS_START = 512
+
+
+class NonFiniteLogitsError(ArithmeticError):
+    """The model gave no usable logits: NaN, or no finite maximum."""
+
+
+def generator_from_seed(seed: int | None) -> np.random.Generator:
+    """A request's own generator; None seeds it from the operating system."""
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def sample_rows(
+    logits: NDArray[np.float32],
+    params: Sequence[SamplingParams],
+    generators: Sequence[np.random.Generator],
+) -> list[int | NonFiniteLogitsError]:
+    """One token id per row of `logits` [rows, vocabulary], or the reason why that row has none.
+
+    All greedy rows are found in one pass over the array.
+    """
+    best = np.argmax(logits, axis=-1) if len(logits) else np.empty(0, np.int64)
+    chosen: list[int | NonFiniteLogitsError] = []
+    for row, (token, param, generator) in enumerate(zip(best.tolist(), params, generators, strict=True)):
+        # argmax gives the first NaN where there is one, so this one look covers the row.
+        if not np.isfinite(logits[row, token]):
+            chosen.append(NonFiniteLogitsError(f"the highest logit is {logits[row, token]}; expected a finite number"))
+        elif param.temperature == 0:
+            chosen.append(token)
+        else:
+            chosen.append(sample_row(logits[row], param, generator))
+    return chosen
+
+
+def sample_row(logits: NDArray[np.float32], params: SamplingParams, generator: np.random.Generator) -> int:
+    """Draw a token id from `logits` [vocabulary] by temperature, top_k and top_p; the highest must be finite."""
+    if params.temperature == 0:
+        return int(np.argmax(logits))
+    kept = None
+    if params.top_k is not None and params.top_k < len(logits):
+        kept = np.argpartition(logits, -params.top_k)[-params.top_k :]
+        logits = logits[kept]
+    # The maximum is subtracted before dividing, so that a tiny temperature cannot overflow.
+    weights = np.exp((logits - logits.max()).astype(np.float64) / params.temperature)
+    if params.top_p < 1:
+        nucleus = _nucleus(weights, params.top_p)
+        weights = weights[nucleus]
+        kept = nucleus if kept is None else kept[nucleus]
+    cumulative = np.cumsum(weights)
+    # random() < 1, and side="right" skips entries of weight zero; the minimum guards the last rounding.
+    drawn = int(np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right"))
+    drawn = min(drawn, len(cumulative) - 1)
+    return drawn if kept is None else int(kept[drawn])
+
+
+def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
+    """Indices of the fewest largest weights whose sum reaches top_p of the total, largest first.
+
+    Sorts a growing number of candidates instead of the vocabulary: the nucleus is usually small.
+    """
+    target = top_p * weights.sum()
+    count = min(_NUCLEUS_START, len(weights))
+    while True:
+        candidates = np.argpartition(weights, -count)[-count:] if count < len(weights) else np.arange(len(weights))
+        order = candidates[np.argsort(-weights[candidates], kind="stable")]
+        needed = int(np.searchsorted(np.cumsum(weights[order]), target)) + 1
+        if needed <= count:
+            return order[:needed]
+        if count == len(weights):  # the last sum may round to just below the target
+            return order
+        count = min(count * 8, len(weights))
