@@ -1,0 +1,279 @@
+"""ONNX Runtime: serving graphs over a paged cache (`OnnxRuntimeDecoder`) and plain models (`OnnxRuntimeModel`).
+
+The cache is bound once, each buffer as an input and as the output that aliases it, so that the attention
+operator updates it in place and a step moves only its own inputs and logits. Knows nothing of requests.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.backends.base import StepInputs
+from engines.sku import host_memory
+from plugins.errors import KilnError
+from plugins.paged_attention.schema import CACHE_ITEMSIZE, LOGITS, STEP_INPUTS, KvSpec, cache_names, cache_output_names
+
+CPU = "CPUExecutionProvider"
+
+_ALIGNMENT = 64
+"""Cache line, and one AVX-512 register."""
+_ONNX_TYPE = {"float32": 1, "float16": 10, "bfloat16": 16}
+_NUMPY_TYPE = {
+    "tensor(float)": "float32",
+    "tensor(double)": "float64",
+    "tensor(float16)": "float16",
+    "tensor(int8)": "int8",
+    "tensor(int16)": "int16",
+    "tensor(int32)": "int32",
+    "tensor(int64)": "int64",
+    "tensor(uint8)": "uint8",
+    "tensor(uint16)": "uint16",
+    "tensor(uint32)": "uint32",
+    "tensor(uint64)": "uint64",
+    "tensor(bool)": "bool",
+}
+
+
+class OnnxRuntimeDecoder:
+    """A serving graph with its cache. Implements `DecoderBackend`.
+
+    Args:
+        engine: the .onnx file; inputs and outputs are named as in `plugins.paged_attention.schema`.
+        kv: cache layout; memory of `num_blocks * kv.bytes_per_block` bytes is reserved, zeroed, once.
+        provider: only the CPU provider for now.
+        plugins: libraries with the graph's custom operators.
+        threads: threads of one step; None uses every CPU that this process may run on.
+
+    Raises KilnError when the graph cannot be loaded, does not follow the schema, or memory is short.
+    """
+
+    def __init__(
+        self,
+        engine: Path,
+        kv: KvSpec,
+        num_blocks: int,
+        *,
+        provider: str = CPU,
+        plugins: Sequence[Path] = (),
+        threads: int | None = None,
+    ) -> None:
+        if provider != CPU:
+            raise KilnError(f"the paged cache runs on {CPU} for now, found provider {provider}; build for --sku cpu")
+        _check_pool(kv, num_blocks)
+        self.kv = kv
+        self.num_blocks = num_blocks
+        self._session = session_from_file(engine, provider, plugins, threads)
+        _check_serving_graph(engine, self._session, kv)
+        outputs = {node.name: node for node in self._session.get_outputs()}
+        self._vocabulary: int = outputs[LOGITS].shape[1]
+        self._binding = self._session.io_binding()
+        self._caches = self._bind_caches()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocabulary
+
+    @property
+    def cache_addresses(self) -> dict[str, int]:
+        """Address of every cache buffer by graph input name; it never changes."""
+        return {name: value.data_ptr() for name, value in self._caches.items()}
+
+    def step(self, inputs: StepInputs) -> NDArray[np.float32]:
+        """Run one step and update the caches in place. Returns logits [rows, vocabulary], owned by the caller.
+
+        Raises ONNX Runtime's own error when the step fails; the sequences in it must then be given up.
+        """
+        if self._session is None:
+            raise RuntimeError("the backend is closed")
+        for field in fields(inputs):
+            self._binding.bind_cpu_input(field.name, getattr(inputs, field.name))
+        logits = np.empty((len(inputs.logits_indices), self._vocabulary), np.float32)
+        self._binding.bind_output(LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self._session.run_with_iobinding(self._binding)
+        return logits
+
+    def close(self) -> None:
+        """Free session and caches. The backend is unusable afterwards; a second call does nothing."""
+        self._binding = None
+        self._caches = {}
+        self._session = None
+
+    def _bind_caches(self) -> dict[str, Any]:
+        """Allocate every cache and bind it as input and as output."""
+        caches = {}
+        for layer in range(len(self.kv.layers)):
+            shape = self.kv.cache_shape(layer, self.num_blocks)
+            for source, target in zip(cache_names(layer), cache_output_names(layer), strict=True):
+                caches[source] = value = _zeroed(shape, self.kv.dtype)
+                self._binding.bind_ortvalue_input(source, value)
+                self._binding.bind_ortvalue_output(target, value)
+        return caches
+
+
+class OnnxRuntimeModel:
+    """A model without a KV cache. Implements `InferBackend`; `infer` may be called from several threads.
+
+    Arguments and errors as for `OnnxRuntimeDecoder`; any provider that the installed ONNX Runtime has.
+    """
+
+    def __init__(
+        self, engine: Path, *, provider: str = CPU, plugins: Sequence[Path] = (), threads: int | None = None
+    ) -> None:
+        self._session = session_from_file(engine, provider, plugins, threads)
+        self._inputs: dict[str, tuple[str, tuple[int | str | None, ...]]] = {}
+        for node in self._session.get_inputs():
+            if node.type not in _NUMPY_TYPE:
+                raise KilnError(f"{engine}: input {node.name} is a {node.type}, which infer cannot feed")
+            self._inputs[node.name] = (_NUMPY_TYPE[node.type], tuple(node.shape))
+        self._outputs = [node.name for node in self._session.get_outputs()]
+
+    def infer(self, inputs: Mapping[str, NDArray]) -> dict[str, NDArray]:
+        """Run once; gives every graph output under its own name.
+
+        Raises KilnError naming a missing, unknown, mis-shaped or mis-typed input. Types are not converted.
+        """
+        session = self._session
+        if session is None:
+            raise RuntimeError("the backend is closed")
+        self._check(inputs)
+        try:
+            results = session.run(self._outputs, dict(inputs))
+        except Exception as error:  # ONNX Runtime's errors have no common base
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
+            raise KilnError(f"the model failed on inputs of shape {shapes}: {ort_message(error)}") from error
+        return dict(zip(self._outputs, results, strict=True))
+
+    def close(self) -> None:
+        """Free the session. The backend is unusable afterwards; a second call does nothing."""
+        self._session = None
+
+    def _check(self, inputs: Mapping[str, NDArray]) -> None:
+        missing = sorted(set(self._inputs) - set(inputs))
+        unknown = sorted(set(inputs) - set(self._inputs))
+        if missing or unknown:
+            found = ", ".join(sorted(inputs)) or "none"
+            raise KilnError(
+                f"found inputs {found}; the model expects {', '.join(self._inputs)}"
+                + (f": add {', '.join(missing)}" if missing else "")
+                + (f": leave out {', '.join(unknown)}" if unknown else "")
+            )
+        for name, (dtype, shape) in self._inputs.items():
+            array = inputs[name]
+            if not isinstance(array, np.ndarray):
+                raise KilnError(f"input {name} is a {type(array).__name__}; expected a NumPy array of {dtype}")
+            if array.dtype != np.dtype(dtype):
+                raise KilnError(f"input {name} has dtype {array.dtype}; expected {dtype}: convert it with .astype()")
+            fits = len(shape) == array.ndim and all(
+                not isinstance(want, int) or want == have for want, have in zip(shape, array.shape, strict=True)
+            )
+            if not fits:
+                wanted = ", ".join("any" if want is None else str(want) for want in shape)
+                raise KilnError(f"input {name} has shape {list(array.shape)}; expected [{wanted}]")
+
+
+def session_from_file(engine: Path, provider: str, plugins: Sequence[Path], threads: int | None) -> Any:
+    """An ONNX Runtime session. Raises KilnError naming the missing file, library, provider or operator."""
+    if threads is not None and threads < 1:
+        raise KilnError(f"threads is {threads}; expected at least 1, or None for every CPU")
+    for path in (engine, *plugins):
+        if not path.is_file():
+            raise KilnError(f"{path} does not exist; expected a file: check the path, or rebuild the bundle")
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise KilnError(
+            f"cannot import onnxruntime ({error}); install it: pip install 'kiln-engine[cpu]', or [gpu] for CUDA"
+        ) from error
+    available = onnxruntime.get_available_providers()
+    if provider not in available:
+        raise KilnError(
+            f"the installed onnxruntime has no {provider}, only {', '.join(available)}; "
+            "install onnxruntime-gpu, or build for --sku cpu"
+        )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
+    # Plans are kept per combination of input shapes, and a packed step rarely repeats one: they would pile up.
+    options.enable_mem_pattern = False
+    options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
+    for plugin in plugins:
+        try:
+            options.register_custom_ops_library(str(plugin))
+        except Exception as error:
+            raise KilnError(
+                f"cannot load the operator library {plugin}: {ort_message(error)}; rebuild the bundle on this machine"
+            ) from error
+    try:
+        return onnxruntime.InferenceSession(str(engine), options, providers=list(dict.fromkeys((provider, CPU))))
+    except Exception as error:
+        raise KilnError(
+            f"ONNX Runtime {onnxruntime.__version__} cannot load {engine}: {ort_message(error)}; "
+            "rebuild the bundle, or pass the libraries of its custom operators"
+        ) from error
+
+
+def ort_message(error: Exception) -> str:
+    """ONNX Runtime's message in one line, without its code and source position."""
+    text = " ".join(str(error).split())
+    return text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
+
+
+def _check_pool(kv: KvSpec, num_blocks: int) -> None:
+    if num_blocks < 1:
+        raise KilnError(f"the cache has {num_blocks} blocks; expected at least 1")
+    needed, memory = num_blocks * kv.bytes_per_block, host_memory()
+    if needed > memory:
+        raise KilnError(
+            f"{num_blocks} cache blocks of {kv.block_size} tokens need {needed / 2**30:.2f} GiB, this machine has "
+            f"{memory / 2**30:.2f} GiB; at most {memory // kv.bytes_per_block} blocks fit beside nothing else"
+        )
+
+
+def _check_serving_graph(engine: Path, session: Any, kv: KvSpec) -> None:
+    """Compare the graph's inputs and outputs with the schema and the cache layout."""
+    inputs = {node.name: node for node in session.get_inputs()}
+    outputs = {node.name: node for node in session.get_outputs()}
+    caches = {name: layer for layer in range(len(kv.layers)) for name in cache_names(layer)}
+    aliases = {name for layer in range(len(kv.layers)) for name in cache_output_names(layer)}
+    for kind, found, expected in (
+        ("inputs", set(inputs), {*STEP_INPUTS, *caches}),
+        ("outputs", set(outputs), {LOGITS, *aliases}),
+    ):
+        if found != expected:
+            lacks, has = sorted(expected - found)[:3], sorted(found - expected)[:3]
+            raise KilnError(
+                f"{engine} is not a serving graph for a cache of {len(kv.layers)} layers: among its {kind} it lacks "
+                f"{', '.join(lacks) or 'nothing'} and has {', '.join(has) or 'nothing'} besides; rebuild it"
+            )
+    for name, layer in caches.items():
+        shape = (None, *kv.cache_shape(layer, 1)[1:])
+        found_shape = inputs[name].shape
+        dtype = {"tensor(float)": "float32"}.get(inputs[name].type, inputs[name].type.removeprefix("tensor(")[:-1])
+        fits = len(found_shape) == 4 and all(
+            not isinstance(have, int) or want in (None, have) for want, have in zip(shape, found_shape, strict=True)
+        )
+        if dtype != kv.dtype or not fits:
+            wanted = f"{kv.dtype} [blocks, {', '.join(map(str, shape[1:]))}]"
+            raise KilnError(f"{engine}: {name} is {dtype} {found_shape}; the cache layout says {wanted}: rebuild it")
+    logits = outputs[LOGITS]
+    if len(logits.shape) != 2 or not isinstance(logits.shape[1], int) or logits.type != "tensor(float)":
+        raise KilnError(
+            f"{engine}: {LOGITS} is {logits.type} {logits.shape}; expected float32 [rows, vocabulary] with the "
+            "vocabulary as a number: rebuild it"
+        )
+
+
+def _zeroed(shape: tuple[int, ...], dtype: str) -> Any:
+    """A zeroed, aligned OrtValue in host memory; the system commits its pages when they are first written."""
+    import onnxruntime
+
+    itemsize = CACHE_ITEMSIZE[dtype]  # type: ignore[index]
+    size = int(np.prod(shape)) * itemsize
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    array = raw[start : start + size].view({4: np.float32, 2: np.uint16}[itemsize]).reshape(shape)
+    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPE[dtype])
