@@ -15,7 +15,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,22 +149,17 @@ def write_bundle(path: Path, fill: Callable[[Path], Manifest]) -> EngineBundle:
     """Write a bundle so that `path` holds, at every moment, nothing, the old bundle or the new one.
 
     `fill` puts the files into the temporary sibling folder that it is given and returns their manifest.
-    Builders of one path may run at once, the last to finish wins. Leftovers of killed builders are removed.
+    Builders of one path may run at once, the last to finish wins.
     """
     refuse_foreign_target(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, lock = _claim_temporary(path)
-    try:
-        manifest = fill(temporary)
+    with temporary_sibling(path) as folder:
+        manifest = fill(folder)
         text = (manifest.model_dump_json(indent=2) + "\n").encode()
         identity = hashlib.sha256(text).hexdigest()
-        (temporary / MANIFEST).write_bytes(text)
-        (temporary / IDENTITY).write_text(identity + "\n")
-        _sync_tree(temporary)
-        _publish(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        os.close(lock)
+        (folder / MANIFEST).write_bytes(text)
+        (folder / IDENTITY).write_text(identity + "\n")
+        _sync_tree(folder)
+        _publish(folder, path)
     return EngineBundle(path, manifest, identity)
 
 
@@ -173,28 +169,41 @@ def refuse_foreign_target(path: Path) -> None:
         raise BundleError(f"{path} exists and is not an engine bundle; choose another --out or remove it")
 
 
-def _claim_temporary(path: Path) -> tuple[Path, int]:
-    """A new temporary sibling of `path`, locked while we live, after removing those whose owners died."""
+@contextmanager
+def temporary_sibling(path: Path) -> Iterator[Path]:
+    """A new folder beside `path`, on the same file system, removed at the end.
+
+    It is locked while its owner lives; those of owners that were killed are removed here first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.kiln-"
     parent = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(parent, fcntl.LOCK_EX)  # nobody cleans up between our mkdtemp and our lock
         for leftover in path.parent.glob(f"{prefix}*"):
-            owner = os.open(leftover, os.O_RDONLY)
-            try:
-                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(leftover)
-            except BlockingIOError:
-                pass  # its builder still runs
-            finally:
-                os.close(owner)
-        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
-        temporary.chmod(0o755)
-        lock = os.open(temporary, os.O_RDONLY)
+            _remove_unless_locked(leftover)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
+        folder.chmod(0o755)
+        lock = os.open(folder, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
     finally:
         os.close(parent)
-    return temporary, lock
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_unless_locked(folder: Path) -> None:
+    owner = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    except BlockingIOError:
+        pass  # its builder still runs
+    finally:
+        os.close(owner)
 
 
 def _publish(temporary: Path, path: Path) -> None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import onnx
 
 DECODER_METADATA = "kiln.decoder"
-_REBUILD = "export it again with build-engine"
 
 
 @dataclass(frozen=True)
@@ -68,22 +67,28 @@ def onnx_model_from_path(path: Path) -> OnnxModel:
     for file in [path, *external_files(path, proto)]:
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
-    metadata = {entry.key: entry.value for entry in proto.metadata_props}
-    decoder = None
-    if DECODER_METADATA in metadata:
-        try:
-            decoder = DecoderSpec.from_json(metadata[DECODER_METADATA])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise KilnError(f"{path}: metadata '{DECODER_METADATA}' is not readable ({error}); {_REBUILD}") from error
     initializers = {initializer.name for initializer in proto.graph.initializer}
     return OnnxModel(
         path=path,
         sha256=digest.hexdigest(),
         inputs=tuple(_tensor(value) for value in proto.graph.input if value.name not in initializers),
         outputs=tuple(_tensor(value) for value in proto.graph.output),
-        decoder=decoder,
+        decoder=decoder_from_structure(path, proto),
         parameters=sum(_elements(initializer.dims) for initializer in proto.graph.initializer),
     )
+
+
+def decoder_from_structure(path: Path, proto: "onnx.ModelProto") -> DecoderSpec | None:
+    """The decoder description in a model's metadata, None without. Raises KilnError for a damaged one."""
+    for entry in proto.metadata_props:
+        if entry.key == DECODER_METADATA:
+            try:
+                return DecoderSpec.from_json(entry.value)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise KilnError(
+                    f"{path}: metadata '{DECODER_METADATA}' is damaged ({error}); export it again"
+                ) from error
+    return None
 
 
 def load_structure(path: Path) -> "onnx.ModelProto":

@@ -1,0 +1,232 @@
+"""The build: source, forecast, load, export, passes, check, publish; one bundle per SKU.
+
+Orchestrates the stages and writes the manifest. What each stage does is in its own module.
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from engines.bundle import EngineBundle, file_records, refuse_foreign_target, temporary_sibling, write_bundle
+from engines.manifest import (
+    BackendRecord,
+    CheckRecord,
+    Manifest,
+    ModelRecord,
+    PassRecord,
+    PluginRecord,
+    SkuRecord,
+    TensorRecord,
+)
+from engines.sku import Sku, host_cpu_features, resolve_sku
+from passes.onnx_model import OnnxModel, Tensor, external_files, load_structure, onnx_model_from_path
+from pipeline.check import check_against_torch, check_against_unoptimised, check_decoder_alone
+from pipeline.config import BuildConfig
+from pipeline.forecast import (
+    Forecast,
+    forecast_from_description,
+    forecast_from_onnx,
+    forecast_plain,
+    refuse_what_cannot_fit,
+)
+from pipeline.load import Description, TorchModel, describe, load
+from pipeline.optimize import optimize
+from pipeline.progress import Progress
+from pipeline.source import ModelSource, resolve_source
+from plugins.build import cpu_library
+from plugins.errors import KilnError
+from plugins.paged_attention.schema import DOMAIN, OP_TYPE, abi_hash
+
+DISTRIBUTION = "kiln-engine"
+ENGINE = "engine.onnx"
+TOKENIZER = "tokenizer"
+PLUGINS = "plugins"
+
+
+@dataclass(frozen=True)
+class Built:
+    """One published bundle and what was forecast for it."""
+
+    bundle: EngineBundle
+    forecast: Forecast
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What every SKU's bundle is made from. `torch_model` is None for an .onnx source."""
+
+    source: ModelSource
+    onnx_model: OnnxModel
+    torch_model: TorchModel | None
+
+
+def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Progress) -> list[Built]:
+    """Build one bundle per SKU. Raises KilnError; nothing is published for a SKU whose check failed."""
+    skus = [_sku_for(name, config) for name in sku_names]
+    with progress.stage("find the model"):
+        source = resolve_source(spec)
+    targets = _targets(source, skus, config)
+    for path in targets:
+        refuse_foreign_target(path)
+    torch_model = None
+    with progress.stage("read its configuration"):
+        description = describe(source)
+    if source.kind == "module":
+        with progress.stage("load weights"):
+            torch_model = load(source)  # only the module itself tells its size
+    forecasts = [_forecast(source, description, torch_model, sku, config) for sku in skus]
+    for sku, forecast in zip(skus, forecasts, strict=True):
+        for line in forecast.lines():
+            progress.note(line)
+        refuse_what_cannot_fit(forecast)
+        _refuse_other_machines(sku)
+    if description is not None:
+        with progress.stage("load weights"):
+            torch_model = load(source, description)
+    with temporary_sibling(targets[0]) as workspace:
+        with progress.stage("export to ONNX"):
+            onnx_model = _onnx_model(source, torch_model, workspace / ENGINE, config)
+        inputs = _Inputs(source, onnx_model, torch_model)
+        return [
+            Built(_build_for_sku(inputs, sku, path, config, progress), forecast)
+            for sku, path, forecast in zip(skus, targets, forecasts, strict=True)
+        ]
+
+
+def _onnx_model(source: ModelSource, torch_model: TorchModel | None, target: Path, config: BuildConfig) -> OnnxModel:
+    """Export into `target`, or copy an .onnx source there: later stages link what lies in our own folder."""
+    if torch_model is not None:
+        from pipeline.export import export_model
+
+        return export_model(torch_model, target, config)
+    assert source.path is not None
+    for file in external_files(source.path, load_structure(source.path)):
+        copy = target.parent / file.relative_to(source.path.parent)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+    shutil.copyfile(source.path, target)
+    return onnx_model_from_path(target)
+
+
+def _forecast(
+    source: ModelSource, description: Description | None, torch_model: TorchModel | None, sku: Sku, config: BuildConfig
+) -> Forecast:
+    if description is not None:
+        return forecast_from_description(description, sku, config)
+    if torch_model is not None:
+        return forecast_plain(torch_model.parameters, sku, config)
+    assert source.path is not None
+    return forecast_from_onnx(source.path, sku)
+
+
+def _sku_for(name: str, config: BuildConfig) -> Sku:
+    sku = resolve_sku(name)
+    if config.precision not in sku.precisions:
+        raise KilnError(f"SKU {sku.name} offers the precisions {', '.join(sku.precisions)}; found {config.precision}")
+    return sku
+
+
+def _refuse_other_machines(sku: Sku) -> None:
+    """An engine is checked before it is published, so it is built on a machine that can run it."""
+    if not sku.is_cpu:
+        raise KilnError(
+            f"SKU {sku.name} needs {sku.provider}, for which this version of Kiln builds no engines yet; "
+            "use --sku cpu, cpu-avx2 or cpu-avx512"
+        )
+    if missing := set(sku.cpu_features) - host_cpu_features():
+        raise KilnError(
+            f"SKU {sku.name} cannot be checked on this machine, whose CPU lacks {', '.join(sorted(missing))}; "
+            "build it on a machine of that type, or use --sku cpu"
+        )
+
+
+def _targets(source: ModelSource, skus: Sequence[Sku], config: BuildConfig) -> list[Path]:
+    if config.out is not None and len(skus) == 1:
+        return [config.out]
+    if config.out is not None:
+        return [config.out / sku.name for sku in skus]
+    return [Path("bundles") / f"{source.name}-{sku.name}" for sku in skus]
+
+
+def _build_for_sku(inputs: _Inputs, sku: Sku, path: Path, config: BuildConfig, progress: Progress) -> EngineBundle:
+    def fill(folder: Path) -> Manifest:
+        plugins: tuple[PluginRecord, ...] = ()
+        if inputs.onnx_model.decoder is not None:
+            with progress.stage(f"{sku.name}: compile attention"):
+                plugins = (_copy_plugin(folder),)
+        with progress.stage(f"{sku.name}: graph passes"):
+            model, passes = optimize(inputs.onnx_model, folder / ENGINE, sku)
+        with progress.stage(f"{sku.name}: check"):
+            check = _check(inputs, model, folder, plugins)
+        progress.note(f"{check.name}: error {check.value:.1e}, limit {check.limit:.0e} ({check.origin})")
+        with progress.stage(f"{sku.name}: digests"):
+            _save_tokenizer(inputs.torch_model, folder)
+            return _manifest(inputs, model, sku, config, folder, plugins, passes, check)
+
+    bundle = write_bundle(path, fill)
+    progress.note(f"wrote {bundle.path}")
+    return bundle
+
+
+def _copy_plugin(folder: Path) -> PluginRecord:
+    library = cpu_library()
+    (folder / PLUGINS).mkdir()
+    shutil.copyfile(library, folder / PLUGINS / library.name)
+    return PluginRecord(file=f"{PLUGINS}/{library.name}", operator=f"{DOMAIN}::{OP_TYPE}", abi_hash=abi_hash())
+
+
+def _save_tokenizer(model: TorchModel | None, folder: Path) -> None:
+    if model is not None and model.tokenizer is not None:
+        model.tokenizer.save_pretrained(folder / TOKENIZER)
+
+
+def _check(inputs: _Inputs, model: OnnxModel, folder: Path, plugins: Sequence[PluginRecord]) -> CheckRecord:
+    libraries = [folder / plugin.file for plugin in plugins]
+    if inputs.torch_model is not None:
+        return check_against_torch(inputs.torch_model, model.path, model.decoder, libraries)
+    if model.decoder is not None:
+        return check_decoder_alone(model.path, model.decoder, libraries)
+    return check_against_unoptimised(model, libraries)
+
+
+def _manifest(
+    inputs: _Inputs,
+    model: OnnxModel,
+    sku: Sku,
+    config: BuildConfig,
+    folder: Path,
+    plugins: tuple[PluginRecord, ...],
+    passes: tuple[PassRecord, ...],
+    check: CheckRecord,
+) -> Manifest:
+    torch_model = inputs.torch_model
+    return Manifest(
+        kiln_version=version(DISTRIBUTION),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        name=inputs.source.name,
+        model=ModelRecord(
+            source=inputs.source.spec,
+            architecture=torch_model.architecture if torch_model else "ONNX",
+            sha256=inputs.source.sha256,
+            parameters=torch_model.parameters if torch_model else model.parameters,
+        ),
+        sku=SkuRecord(name=sku.name, arch=sku.arch, cpu_features=sku.cpu_features),
+        backend=BackendRecord(name="onnxruntime", version=version("onnxruntime"), provider=sku.provider),
+        precision=config.precision,
+        engine=ENGINE,
+        tokenizer=TOKENIZER if (folder / TOKENIZER).is_dir() else None,
+        inputs=tuple(_record(tensor) for tensor in model.inputs),
+        outputs=tuple(_record(tensor) for tensor in model.outputs),
+        decoder=model.decoder,
+        plugins=plugins,
+        passes=passes,
+        checks=(check,),
+        files=file_records(folder),
+    )
+
+
+def _record(tensor: Tensor) -> TensorRecord:
+    return TensorRecord(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)

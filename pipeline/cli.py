@@ -1,0 +1,163 @@
+"""The command line: `build-engine`, and the `kiln` group.
+
+Commands parse options, call one function of the pipeline and print. Results go to standard output,
+progress to standard error. Exit codes: 0 done, 1 a comparison beyond its tolerance, 2 bad input, 130 interrupted.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from engines.bundle import EngineBundle, open_bundle
+from engines.sku import sku_table
+from pipeline.cli_bench import bench_command
+from pipeline.cli_compare import compare_command
+from pipeline.cli_run import run_bundle_command
+from pipeline.config import PRECISIONS, BuildConfig
+from pipeline.forecast import size
+from pipeline.progress import Progress
+from plugins.errors import KilnError
+from plugins.paged_attention.schema import CACHE_ITEMSIZE
+
+DEFAULTS = BuildConfig()
+
+
+def run_command(command: click.Command) -> None:
+    """Run a command as a program: what users can mend is one message and exit code 2, never a traceback."""
+    try:
+        command.main()
+    except KilnError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output went away; Python would complain at exit
+        raise SystemExit(141) from None
+
+
+@click.command("build-engine")
+@click.argument("model")
+@click.option(
+    "--sku",
+    "skus",
+    multiple=True,
+    default=("cpu",),
+    show_default=True,
+    metavar="SKU",
+    help=f"Machine type, may be given several times: cpu, {', '.join(sku_table())}.",
+)
+@click.option("--precision", type=click.Choice(PRECISIONS), default=DEFAULTS.precision, show_default=True)
+@click.option(
+    "--kv-dtype",
+    type=click.Choice(tuple(CACHE_ITEMSIZE)),
+    default=DEFAULTS.kv_dtype,
+    show_default=True,
+    help="Storage type of the KV cache; 16 bits halve its memory and round keys and values.",
+)
+@click.option("--block-size", type=int, default=DEFAULTS.block_size, show_default=True, help="Tokens per cache block.")
+@click.option("--max-context", type=int, help="Longest sequence in tokens.  [default: the model's own]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="The bundle's folder; with several SKUs the folder that gets one bundle each.  [default: bundles/NAME-SKU]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+@click.option("--verbose", is_flag=True, help="Show details of every stage, and libraries' warnings.")
+@click.version_option(package_name="kiln-engine")
+def build_engine_command(model: str, skus: tuple[str, ...], as_json: bool, verbose: bool, **options: Any) -> None:
+    """Build a verified engine bundle of MODEL for each SKU.
+
+    MODEL is a Hugging Face folder or hub id, a .gguf or .onnx file, package://PACKAGE/FILE, module:callable
+    returning (torch module, example inputs), or a short name: smollm2, minilm, efficientnet-lite0.
+    """
+    from pipeline.build import build
+
+    if not verbose:
+        warnings.simplefilter("ignore")
+    progress = Progress(verbose=verbose)
+    built = build(model, skus, BuildConfig(**options), progress)
+    if as_json:
+        document = {
+            "bundles": [{**_bundle_record(item.bundle), "forecast": item.forecast.to_dict()} for item in built],
+            "seconds": progress.seconds,
+        }
+        print(json.dumps(document))
+    else:
+        for item in built:
+            print(item.bundle.path)
+
+
+@click.group("kiln", context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="kiln-engine")
+def kiln_group() -> None:
+    """Inspect, run, compare and measure engine bundles. Build them with build-engine."""
+
+
+@kiln_group.command("inspect")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+def inspect_command(bundle: Path, as_json: bool) -> None:
+    """Verify BUNDLE and show what is in it."""
+    opened = open_bundle(bundle)
+    if as_json:
+        print(opened.manifest.model_dump_json(indent=2))
+    else:
+        Console(highlight=False).print(_bundle_table(opened))
+
+
+kiln_group.add_command(run_bundle_command)
+kiln_group.add_command(compare_command)
+kiln_group.add_command(bench_command)
+
+
+def _bundle_record(bundle: EngineBundle) -> dict[str, Any]:
+    manifest = bundle.manifest
+    return {
+        "path": str(bundle.path),
+        "sha256": bundle.sha256,
+        "sku": manifest.sku.name,
+        "precision": manifest.precision,
+        "checks": [check.model_dump() for check in manifest.checks],
+    }
+
+
+def _bundle_table(bundle: EngineBundle) -> Table:
+    manifest = bundle.manifest
+    table = Table(title=f"{bundle.path}: verified", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    rows = {
+        "identity": bundle.sha256,
+        "model": f"{manifest.model.source} ({manifest.model.architecture}, {manifest.model.parameters:,} parameters)",
+        "model digest": manifest.model.sha256,
+        "SKU": f"{manifest.sku.name} ({manifest.sku.arch}); needs {', '.join(manifest.sku.cpu_features) or 'nothing'}",
+        "backend": f"{manifest.backend.name} {manifest.backend.version}, {manifest.backend.provider}",
+        "precision": manifest.precision,
+        "built": f"{manifest.created} by Kiln {manifest.kiln_version}",
+    }
+    if manifest.decoder is not None:
+        kv = manifest.decoder.kv
+        rows["KV cache"] = (
+            f"{len(kv.layers)} layers, {kv.dtype}, blocks of {kv.block_size}, {size(kv.bytes_per_token)} per token"
+        )
+        rows["context"] = f"{manifest.decoder.max_context} tokens, vocabulary {manifest.decoder.vocab_size}"
+    caches = ("key_cache", "value_cache")
+    for title, tensors in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
+        rows[title] = "\n".join(
+            f"{tensor.name} {tensor.dtype} [{', '.join(map(str, tensor.shape))}]"
+            for tensor in tensors
+            if not tensor.name.startswith(caches)
+        )
+    for graph_pass in manifest.passes:
+        rows[f"pass {graph_pass.name}"] = "changed the graph" if graph_pass.changed else "changed nothing"
+    for check in manifest.checks:
+        rows[check.name] = f"error {check.value:.2e}, limit {check.limit:.0e}: {check.origin}"
+    rows["files"] = "\n".join(f"{name}  {size(record.bytes)}" for name, record in manifest.files.items())
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table

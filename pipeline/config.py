@@ -1,0 +1,28 @@
+"""Options of a build. The command line takes its defaults from here."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from plugins.errors import KilnError
+from plugins.paged_attention.schema import CacheDtype
+
+Precision = Literal["fp32"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """How to build. `max_context` in tokens, None for the model's own; `out` None for `bundles/NAME-SKU`."""
+
+    precision: Precision = "fp32"
+    kv_dtype: CacheDtype = "float32"
+    block_size: int = 16
+    max_context: int | None = None
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= 256:
+            raise KilnError(f"block size is {self.block_size}; expected 1 to 256 tokens")
+        if self.max_context is not None and self.max_context < 1:
+            raise KilnError(f"maximum context is {self.max_context}; expected at least 1 token")

@@ -1,0 +1,187 @@
+"""Export: a `TorchModel` to an ONNX file with stable, documented names.
+
+Decoders become serving graphs (`pipeline.serving_graph`); other models are exported as they are, with
+their own input and output names. Weights go to one external data file beside the graph, each once,
+whatever its size; traces of the exporting machine are removed.
+"""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from passes.onnx_model import DECODER_METADATA, DecoderSpec, OnnxModel, onnx_model_from_path
+from pipeline.config import BuildConfig
+from pipeline.load import TorchModel
+from pipeline.serving_graph import ServingDecoder, kv_layers
+from plugins.errors import KilnError
+from plugins.paged_attention.schema import LOGITS, STEP_INPUTS, KvSpec, cache_names, cache_output_names
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+OPSET = 21
+_CACHE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_CACHE_DIMS = ("blocks", "block_size")
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What torch.onnx.export is given, and the names that its flat inputs and outputs get."""
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    dynamic_shapes: tuple[Any, ...]
+    input_names: list[str]
+    output_names: list[str]
+    metadata: dict[str, str]
+
+
+def export_model(model: TorchModel, path: Path, config: BuildConfig) -> OnnxModel:
+    """Write `path` and `path` + `.data`. Raises KilnError for a model that torch cannot export."""
+    traced = _trace_decoder(model, config) if model.is_decoder else _trace_plain(model)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                traced.module,
+                traced.args,
+                dynamo=True,
+                dynamic_shapes=traced.dynamic_shapes,
+                input_names=traced.input_names,
+                output_names=traced.output_names,
+                opset_version=OPSET,
+                verbose=False,
+            )
+    except torch.onnx.errors.OnnxExporterError as error:
+        cause = error.__cause__ or error
+        raise KilnError(
+            f"{model.source.spec}: torch could not export {model.architecture}: {str(cause).strip()[:2000]}\n"
+            "If a dimension is fixed by the model, pass dynamic_shapes from a module:callable"
+        ) from error
+    assert program is not None
+    _remove_traces(program.model)
+    _name_dimensions(program.model)
+    program.model.metadata_props.update(traced.metadata)
+    program.save(path, external_data=True)
+    return onnx_model_from_path(path)
+
+
+def decoder_spec(model: TorchModel, config: BuildConfig) -> DecoderSpec:
+    """What the runtime must know of a decoder, from the model itself."""
+    text = model.module.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if config.max_context is not None and limit is not None and config.max_context > limit:
+        raise KilnError(f"maximum context is {config.max_context}, but {model.architecture} has {limit} positions")
+    return DecoderSpec(
+        kv=KvSpec(layers=kv_layers(model.module), block_size=config.block_size, dtype=config.kv_dtype),
+        vocab_size=text.vocab_size,
+        max_context=config.max_context or limit or 2048,
+        eos_token_ids=_eos_token_ids(model),
+    )
+
+
+def _trace_decoder(model: TorchModel, config: BuildConfig) -> _Traced:
+    spec = decoder_spec(model, config)
+    layers = range(len(spec.kv.layers))
+    # Sizes are above 1 and distinct per symbol, so that torch specialises none of them.
+    sizes = {"tokens": 7, "rows": 5, "seqs": 3, "seqs+1": 4, "max_blocks": 6, "blocks": 8}
+    dims = {name: torch.export.Dim(name.replace("+1", "_plus_1")) for name in [*sizes, "block_size"]}
+    step = [torch.zeros([sizes[d] for d in shape], dtype=torch.int32) for shape in STEP_INPUTS.values()]
+    dtype = _CACHE_DTYPES[spec.kv.dtype]
+    caches = [[torch.zeros(spec.kv.cache_shape(i, sizes["blocks"]), dtype=dtype) for i in layers] for _ in range(2)]
+    cache_dims = [{axis: dims[name] for axis, name in enumerate(_CACHE_DIMS)} for _ in layers]
+    step_dims = [{axis: dims[name] for axis, name in enumerate(shape)} for shape in STEP_INPUTS.values()]
+    names = [cache_names(i) for i in layers]
+    output_names = [cache_output_names(i) for i in layers]
+    return _Traced(
+        module=ServingDecoder(model.module),
+        args=(*step, *caches),
+        dynamic_shapes=(*step_dims, cache_dims, cache_dims),
+        input_names=[*STEP_INPUTS, *(key for key, _ in names), *(value for _, value in names)],
+        output_names=[LOGITS, *(key for key, _ in output_names), *(value for _, value in output_names)],
+        metadata={DECODER_METADATA: spec.to_json()},
+    )
+
+
+class _Flat(torch.nn.Module):
+    """Calls a model by keyword and returns its tensor outputs as a tuple, named by `names` after a call."""
+
+    def __init__(self, module: torch.nn.Module, inputs: list[str]) -> None:
+        super().__init__()
+        self.module = module
+        self.inputs = inputs
+        self.eval()
+
+    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(named_outputs(self.module(**dict(zip(self.inputs, args, strict=True)))).values())
+
+
+def named_outputs(result: Any) -> dict[str, torch.Tensor]:
+    """A model's tensor outputs by name: a mapping's keys, or `output`, or `output_0`, `output_1`, ..."""
+    if isinstance(result, torch.Tensor):
+        return {"output": result}
+    if hasattr(result, "items"):
+        return {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
+    if isinstance(result, (tuple, list)):
+        return {f"output_{i}": value for i, value in enumerate(result) if isinstance(value, torch.Tensor)}
+    raise KilnError(f"the model returned {type(result).__name__}; expected a tensor, a tuple or a mapping of tensors")
+
+
+def _trace_plain(model: TorchModel) -> _Traced:
+    assert model.example_inputs is not None
+    names = list(model.example_inputs)
+    with torch.no_grad():
+        outputs = named_outputs(model.module(**model.example_inputs))
+    if not outputs:
+        raise KilnError(f"{model.source.spec}: {model.architecture} returned no tensor; nothing to export")
+    dynamic = model.dynamic_shapes or {}
+    args = tuple(_at_least_two(value, dynamic.get(name)) for name, value in model.example_inputs.items())
+    symbols: dict[str, Any] = {}
+
+    def dims(axes: Any) -> Any:
+        return {
+            axis: symbols.setdefault(d, torch.export.Dim(d)) if isinstance(d, str) else d for axis, d in axes.items()
+        }
+
+    shapes = tuple(dims(dynamic[name]) if dynamic.get(name) else None for name in names)
+    return _Traced(_Flat(model.module, names), args, (shapes,), names, list(outputs), {})
+
+
+def _at_least_two(value: torch.Tensor, axes: Any) -> torch.Tensor:
+    """torch specialises dimensions of size 1, so a dynamic one is repeated."""
+    for axis in axes or {}:
+        if value.shape[axis] == 1:
+            value = value.repeat_interleave(2, dim=axis)
+    return value
+
+
+def _eos_token_ids(model: TorchModel) -> tuple[int, ...]:
+    """Every token that ends a generation: the generation config's and the tokenizer's."""
+    found: set[int] = set()
+    for holder in (getattr(model.module, "generation_config", None), model.module.config, model.tokenizer):
+        value = getattr(holder, "eos_token_id", None)
+        found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return tuple(sorted(found))
+
+
+def _remove_traces(model: "onnx_ir.Model") -> None:
+    """Drop stack traces and module paths: they name the exporting machine's folders and change every digest."""
+    for graph in [model.graph, *model.functions.values()]:
+        for node in graph.all_nodes():
+            node.metadata_props.clear()
+            for output in node.outputs:
+                output.metadata_props.clear()
+    for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:
+        value.metadata_props.clear()
+
+
+def _name_dimensions(model: "onnx_ir.Model") -> None:
+    """Give `seqs+1` its contract name: torch's symbols must be identifiers."""
+    import onnx_ir
+
+    for value in model.graph.inputs:
+        if value.name == "cumulative_sequence_length":
+            value.shape = onnx_ir.Shape(["seqs+1"])

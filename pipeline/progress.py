@@ -1,0 +1,35 @@
+"""Stage-by-stage progress on standard error, with times; standard output stays free for results."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+
+class Progress:
+    """Prints one line per stage. `seconds` keeps how long each took, in order."""
+
+    def __init__(self, console: Console | None = None, verbose: bool = False) -> None:
+        self.console = console or Console(file=sys.stderr, highlight=False)
+        self.verbose = verbose
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage; a spinner shows on a terminal while it runs."""
+        start = time.perf_counter()
+        with self.console.status(f"{name} ..."):
+            yield
+        self.seconds[name] = time.perf_counter() - start
+        self.console.print(f"  {name:<28} {self.seconds[name]:7.1f} s")
+
+    def note(self, text: str) -> None:
+        """A line that users should see."""
+        self.console.print(f"  {text}", markup=False)
+
+    def detail(self, text: str) -> None:
+        """A line for --verbose."""
+        if self.verbose:
+            self.console.print(f"    {text}", style="dim", markup=False)

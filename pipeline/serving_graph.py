@@ -1,0 +1,141 @@
+"""A Hugging Face decoder as a serving graph: packed tokens in, paged attention inside.
+
+`ServingDecoder` wraps the model with the inputs of `plugins.paged_attention.schema.STEP_INPUTS` and the
+caches. While it runs, the model's attention is an `AttentionInterface` function that emits the
+paged-attention operator, and its masks are None: causality is the operator's own.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from plugins.errors import KilnError
+from plugins.paged_attention.schema import EXPORT_DOMAIN, OP_TYPE, SINCE_VERSION, KvLayer
+
+NAME = "kiln_paged"
+
+
+class ServingDecoder(torch.nn.Module):
+    """forward(step inputs, key caches, value caches) -> (logits [rows, vocabulary], key caches, value caches)."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.eval()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logits_indices: torch.Tensor,
+        cumulative_sequence_length: torch.Tensor,
+        past_seqlens: torch.Tensor,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        key_caches: list[torch.Tensor],
+        value_caches: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        keys_out: list[torch.Tensor] = []
+        values_out: list[torch.Tensor] = []
+
+        def attend(
+            module: torch.nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: None,
+            scaling: float | None = None,
+            sliding_window: int | None = None,
+            softcap: float | None = None,
+            **options: Any,
+        ) -> tuple[torch.Tensor, None]:
+            batch, heads, tokens, head_dim = query.shape
+            kv_heads, layer = key.shape[1], len(keys_out)
+            attributes: dict[str, int | float] = {"num_heads": heads, "kv_num_heads": kv_heads}
+            if scaling is not None:
+                attributes["scale"] = float(scaling)
+            if softcap:
+                attributes["softcap"] = float(softcap)
+            if sliding_window is not None:
+                attributes["local_window_size"] = int(sliding_window)
+            output, key_out, value_out = torch.onnx.ops.symbolic_multi_out(
+                f"{EXPORT_DOMAIN}::{OP_TYPE}",
+                [
+                    query.transpose(1, 2).reshape(tokens, heads * head_dim),
+                    key.transpose(1, 2).reshape(tokens, kv_heads * head_dim),
+                    value.transpose(1, 2).reshape(tokens, kv_heads * head_dim),
+                    key_caches[layer],
+                    value_caches[layer],
+                    cumulative_sequence_length,
+                    past_seqlens,
+                    block_table,
+                    None,  # cos_cache, sin_cache: rotation stays plain arithmetic, for the passes to fuse
+                    None,
+                    slot_mapping,
+                ],
+                attrs=attributes,
+                dtypes=(query.dtype, key_caches[layer].dtype, value_caches[layer].dtype),
+                shapes=((tokens, heads * head_dim), key_caches[layer].shape, value_caches[layer].shape),
+                version=SINCE_VERSION,
+            )
+            keys_out.append(key_out)
+            values_out.append(value_out)
+            return output.reshape(batch, tokens, heads, head_dim), None
+
+        with attention_function(self.model, attend):
+            logits = self.model(
+                input_ids=input_ids[None],
+                position_ids=position_ids[None],
+                use_cache=False,
+                logits_to_keep=logits_indices,
+            ).logits
+        return logits[0], keys_out, values_out
+
+
+def kv_layers(model: torch.nn.Module) -> tuple[KvLayer, ...]:
+    """Cache geometry by running three tokens through the model. Raises KilnError for attention Kiln cannot carry."""
+    layers: list[KvLayer] = []
+
+    def record(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        where = f"{type(module).__name__} (layer {len(layers)})"
+        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+            raise KilnError(
+                f"{where} has heads of sizes query {query.shape[-1]}, key {key.shape[-1]}, value {value.shape[-1]}; "
+                "Kiln's paged attention needs one size for all three"
+            )
+        if options.get("s_aux") is not None:
+            raise KilnError(f"{where} uses attention sinks (s_aux), which Kiln's paged attention does not carry")
+        if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
+            raise KilnError(f"{where} is not causal; only decoders can use a KV cache")
+        layers.append(KvLayer(kv_heads=key.shape[1], head_dim=key.shape[-1]))
+        return query.transpose(1, 2), None
+
+    ids = torch.zeros(1, 3, dtype=torch.int32)
+    with torch.no_grad(), attention_function(model, record):
+        model(input_ids=ids, position_ids=torch.arange(3, dtype=torch.int32)[None], use_cache=False)
+    expected = model.config.get_text_config().num_hidden_layers
+    if len(layers) != expected:
+        raise KilnError(
+            f"{type(model).__name__} called its attention function {len(layers)} times for {expected} layers; "
+            "Kiln builds decoders in which every layer has one causal self-attention"
+        )
+    return tuple(layers)
+
+
+@contextmanager
+def attention_function(model: torch.nn.Module, function: Any) -> Iterator[None]:
+    """Let `function` be the model's attention, without any mask, inside the block."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, function)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
