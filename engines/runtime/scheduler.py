@@ -87,6 +87,11 @@ class Scheduler:
         """Queue a new sequence. Raises KilnError when it could never run, ValueError for an id already here."""
         if sequence.id in self._waiting or sequence.id in self._running:
             raise ValueError(f"sequence {sequence.id} was submitted already")
+        self.require_possible(sequence)
+        self._waiting[sequence.id] = sequence
+
+    def require_possible(self, sequence: Sequence) -> None:
+        """Raise KilnError when the whole pool could not hold a sequence. Reads constants only: any thread may call."""
         needed = self.blocks_needed(sequence)
         if needed > self.pool.total:
             raise KilnError(
@@ -94,7 +99,6 @@ class Scheduler:
                 f"{needed} cache blocks of {self.block_size} tokens, the engine has {self.pool.total}; "
                 "lower max_tokens, shorten the prompt or open the engine with more kv_blocks"
             )
-        self._waiting[sequence.id] = sequence
 
     def schedule(self) -> Batch:
         """Admit what fits and return the next step; empty only when there is no work."""

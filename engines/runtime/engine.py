@@ -1,0 +1,255 @@
+"""`Engine`: an opened bundle that answers requests. Brings bundle, backend, tokenizer and worker together.
+
+Decoders take `submit` and `generate`; models without a KV cache take `infer`.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from types import TracebackType
+
+from numpy.typing import NDArray
+
+from engines.backends.base import DecoderBackend, InferBackend
+from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
+from engines.bundle import EngineBundle, open_bundle
+from engines.runtime.request import Completion, Request, SamplingParams
+from engines.runtime.scheduler import SchedulerConfig
+from engines.runtime.sequence import blocks_for
+from engines.runtime.stream import Stream
+from engines.runtime.tokenizer import Tokenizer
+from engines.runtime.worker import DecodeWorker
+from engines.sku import host_memory
+from passes.onnx_model import DecoderSpec
+from plugins.errors import KilnError
+from plugins.paged_attention.schema import abi_hash
+
+_CACHE_SHARE = 4
+"""The default cache takes at most one part in so many of the host's memory."""
+
+
+class Engine:
+    """Answers requests until `close`. All methods may be called from any thread.
+
+    Made by `open` from a bundle, or by `from_decoder` and `from_model` from backends, which it then owns.
+    """
+
+    def __init__(
+        self,
+        *,
+        decoder: DecoderSpec | None = None,
+        worker: DecodeWorker | None = None,
+        model: InferBackend | None = None,
+        tokenizer: Tokenizer | None = None,
+        name: str = "model",
+    ) -> None:
+        self._decoder = decoder
+        self._worker = worker
+        self._model = model
+        self._tokenizer = tokenizer
+        self._name = name
+        # Also runs when the engine is forgotten or the interpreter exits, so that no step outlives its session.
+        self._finalizer = weakref.finalize(self, _close, worker, model)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        kv_blocks: int | None = None,
+        max_running: int = SchedulerConfig.max_running,
+        tokens_per_step: int = SchedulerConfig.tokens_per_step,
+        threads: int | None = None,
+    ) -> "Engine":
+        """Verify a bundle and open it.
+
+        Args:
+            kv_blocks: blocks in the cache; by default what `max_running` full contexts need, at most a quarter
+                of the host's memory. Pages are committed only when they are first used.
+            max_running: sequences that run at a time.
+            tokens_per_step: tokens that one step computes at most; smaller keeps decoding smooth while prompts
+                come in, larger finishes prompts sooner.
+            threads: threads of one step; None uses every CPU that this process may run on.
+
+        Raises KilnError (BundleError) when the bundle does not verify or cannot run here.
+        """
+        bundle = open_bundle(Path(path))
+        manifest = bundle.manifest
+        _check_plugins(bundle)
+        tokenizer = Tokenizer(bundle.tokenizer_path) if bundle.tokenizer_path else None
+        provider, plugins = manifest.backend.provider, bundle.plugin_paths
+        if manifest.decoder is None:
+            model = OnnxRuntimeModel(bundle.engine_path, provider=provider, plugins=plugins, threads=threads)
+            return cls.from_model(model, name=manifest.name)
+        config = SchedulerConfig(max_running, tokens_per_step)
+        blocks = default_kv_blocks(manifest.decoder, max_running) if kv_blocks is None else kv_blocks
+        backend = OnnxRuntimeDecoder(
+            bundle.engine_path, manifest.decoder.kv, blocks, provider=provider, plugins=plugins, threads=threads
+        )
+        return cls.from_decoder(backend, manifest.decoder, tokenizer, config, name=manifest.name)
+
+    @classmethod
+    def from_decoder(
+        cls,
+        backend: DecoderBackend,
+        decoder: DecoderSpec,
+        tokenizer: Tokenizer | None = None,
+        config: SchedulerConfig | None = None,
+        name: str = "model",
+    ) -> "Engine":
+        """An engine over a decoder backend; without a tokenizer it takes and gives token ids only."""
+        worker = DecodeWorker(backend, decoder.eos_token_ids, config or SchedulerConfig())
+        return cls(decoder=decoder, worker=worker, tokenizer=tokenizer, name=name)
+
+    @classmethod
+    def from_model(cls, model: InferBackend, name: str = "model") -> "Engine":
+        """An engine over a backend for models without a KV cache."""
+        return cls(model=model, name=name)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises KilnError when the bundle has none."""
+        if self._tokenizer is None:
+            raise KilnError(f"{self._name} has no tokenizer; give token ids instead of text")
+        return self._tokenizer
+
+    @property
+    def backend(self) -> DecoderBackend:
+        """The decoder backend, for measurements and `score`; to be used only while no request is outstanding."""
+        return self._require_worker().backend
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of one request, prompt and answer together: the model's context, or the cache if smaller."""
+        backend, decoder = self.backend, self._decoder
+        assert decoder is not None
+        return min(decoder.max_context, backend.num_blocks * backend.kv.block_size)
+
+    @property
+    def free_blocks(self) -> int:
+        """Cache blocks that no request holds; all of them when nothing runs."""
+        return self._require_worker().pool.free
+
+    def submit(self, request: Request) -> Stream:
+        """Queue a request and return at once.
+
+        Raises KilnError when its prompt is empty, has unknown tokens, or leaves no room in `max_length`, when it
+        needs a tokenizer that is not there, or when the engine is closed.
+        """
+        return self._submit(request, self._token_ids(request))
+
+    def generate(
+        self, prompts: Iterable[str | SequenceOf[int] | Request], sampling: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Run prompts together and wait for all; `sampling` is for those that are no Request.
+
+        Raises what `submit` raises before anything runs, and RequestError when one fails; the others are cancelled.
+        """
+        default = sampling or SamplingParams()
+        if isinstance(prompts, str):
+            raise KilnError("generate takes a list of prompts, found one text; write generate([prompt])")
+        requests = [p if isinstance(p, Request) else Request(_prompt(p), default) for p in prompts]
+        encoded = [self._token_ids(request) for request in requests]
+        streams: list[Stream] = []
+        try:
+            for request, token_ids in zip(requests, encoded, strict=True):
+                streams.append(self._submit(request, token_ids))
+            return [stream.result() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.cancel()
+
+    def infer(self, inputs: Mapping[str, NDArray]) -> dict[str, NDArray]:
+        """Run a model without a KV cache once; outputs by the graph's names. Raises KilnError on wrong inputs."""
+        if self._model is None:
+            raise KilnError(f"{self._name} is a language model with a KV cache; use submit or generate, not infer")
+        self._require_open()
+        return self._model.infer(inputs)
+
+    def close(self) -> None:
+        """Cancel outstanding requests, each of which gets its outcome, and free everything; may be called again."""
+        self._finalizer()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _submit(self, request: Request, token_ids: list[int]) -> Stream:
+        room = self.max_length - len(token_ids)
+        wanted = request.sampling.max_tokens
+        text = None
+        if self._tokenizer is not None:
+            text = self._tokenizer.text_stream(token_ids, request.sampling.stop)
+        max_tokens = room if wanted is None else min(room, wanted)
+        return self._require_worker().submit(token_ids, max_tokens, request.sampling, text)
+
+    def _token_ids(self, request: Request) -> list[int]:
+        """The request's prompt as checked token ids."""
+        self._require_worker()
+        if request.sampling.stop and self._tokenizer is None:
+            raise KilnError(f"{self._name} has no tokenizer, so stop strings cannot be found; leave stop out")
+        prompt = request.prompt
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not token_ids:
+            raise KilnError("the prompt is empty; expected at least one token")
+        if len(token_ids) >= self.max_length:
+            raise KilnError(
+                f"the prompt has {len(token_ids)} tokens, the engine holds {self.max_length} of prompt and answer "
+                f"together; shorten the prompt to at most {self.max_length - 1}"
+                + ("" if self._context_is_limit else ", or open the engine with more kv_blocks")
+            )
+        assert self._decoder is not None
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < self._decoder.vocab_size:
+                raise KilnError(f"the prompt has token id {token}; expected 0 to {self._decoder.vocab_size - 1}")
+        return token_ids
+
+    @property
+    def _context_is_limit(self) -> bool:
+        return self._decoder is not None and self.max_length == self._decoder.max_context
+
+    def _require_worker(self) -> DecodeWorker:
+        if self._worker is None:
+            raise KilnError(f"{self._name} has no KV cache and generates no tokens; use infer")
+        self._require_open()
+        return self._worker
+
+    def _require_open(self) -> None:
+        if not self._finalizer.alive:
+            raise KilnError(f"the engine of {self._name} is closed; open it again")
+
+
+def default_kv_blocks(decoder: DecoderSpec, max_running: int) -> int:
+    """Blocks for `max_running` full contexts, but no more than a quarter of the host's memory holds."""
+    fitting = host_memory() // _CACHE_SHARE // decoder.kv.bytes_per_block
+    if fitting < 1:
+        raise KilnError(
+            f"one cache block takes {decoder.kv.bytes_per_block} bytes, more than a quarter of this machine's "
+            f"{host_memory()}; use a machine with more memory, or give kv_blocks"
+        )
+    return min(max_running * blocks_for(decoder.max_context, decoder.kv.block_size), fitting)
+
+
+def _prompt(prompt: str | SequenceOf[int]) -> str | tuple[int, ...]:
+    return prompt if isinstance(prompt, str) else tuple(prompt)
+
+
+def _check_plugins(bundle: EngineBundle) -> None:
+    for plugin in bundle.manifest.plugins:
+        if plugin.abi_hash != abi_hash():
+            raise KilnError(
+                f"{bundle.path / plugin.file} implements {plugin.operator} with ABI {plugin.abi_hash[:12]}, this Kiln "
+                f"expects {abi_hash()[:12]}; rebuild the bundle: build-engine {bundle.manifest.model.source}"
+            )
+
+
+def _close(worker: DecodeWorker | None, model: InferBackend | None) -> None:
+    if worker is not None:
+        worker.close()
+    if model is not None:
+        model.close()

@@ -1,0 +1,52 @@
+import math
+
+import pytest
+
+from engines.runtime.request import Request, SamplingParams
+from plugins.errors import KilnError
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", 0),
+        ("top_k", 2.0),
+        ("max_tokens", 0),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("stop", "word"),
+        ("stop", ("",)),
+        ("stop", (1,)),
+        ("ignore_eos", 1),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_what_was_expected(field, value):
+    with pytest.raises(KilnError, match=rf"^{field} is .*; expected "):
+        SamplingParams(**{field: value})
+
+
+def test_edges_are_valid():
+    SamplingParams(temperature=0, top_k=1, top_p=1, seed=2**64 - 1, max_tokens=1, stop=("a",), ignore_eos=True)
+    SamplingParams(temperature=100.5, top_p=1e-9, seed=0)
+
+
+def test_params_are_frozen_and_lists_become_tuples():
+    params = SamplingParams(stop=["a", "b"])
+    assert params.stop == ("a", "b")
+    with pytest.raises(AttributeError):
+        params.temperature = 1
+    assert Request([1, 2]).prompt == (1, 2)
+    assert hash(Request([1, 2])) == hash(Request((1, 2)))
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [1, "a"], [1.0], [True]])
+def test_a_prompt_is_text_or_token_ids(prompt):
+    with pytest.raises(KilnError, match="expected text or a sequence of integer token ids"):
+        Request(prompt)
