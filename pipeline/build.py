@@ -25,6 +25,7 @@ from engines.sku import Sku, host_cpu_features, resolve_sku
 from passes.onnx_model import OnnxModel, Tensor, external_files, load_structure, onnx_model_from_path
 from pipeline.check import check_against_torch, check_against_unoptimised, check_decoder_alone
 from pipeline.config import BuildConfig
+from pipeline.export import export_model
 from pipeline.forecast import (
     Forecast,
     forecast_from_description,
@@ -99,8 +100,6 @@ def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Pr
 def _onnx_model(source: ModelSource, torch_model: TorchModel | None, target: Path, config: BuildConfig) -> OnnxModel:
     """Export into `target`, or copy an .onnx source there: later stages link what lies in our own folder."""
     if torch_model is not None:
-        from pipeline.export import export_model
-
         return export_model(torch_model, target, config)
     assert source.path is not None
     for file in external_files(source.path, load_structure(source.path)):

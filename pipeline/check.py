@@ -95,7 +95,7 @@ def _decoder_error(model: "TorchModel", engine: Path, decoder: DecoderSpec, plug
 
     generator = np.random.default_rng(1)
     steps = [[21, 1, 12], [1, 16, 1]]
-    lengths = [sum(column) for column in zip(*steps, strict=True)]
+    lengths: list[int] = np.sum(steps, axis=0).tolist()
     texts = [generator.integers(0, decoder.vocab_size, min(length, decoder.max_context)) for length in lengths]
     found = _packed_logits(engine, decoder, plugins, texts, steps)
     worst = 0.0
@@ -121,8 +121,9 @@ def _packed_logits(
     rows: list[list[NDArray]] = [[] for _ in texts]
     past = np.zeros(len(texts), np.int32)
     for step in steps:
-        counts = [min(count, len(text) - start) for count, text, start in zip(step, texts, past, strict=True)]
-        positions = [np.arange(start, start + count) for start, count in zip(past, counts, strict=True)]
+        starts: list[int] = past.tolist()
+        counts = [min(count, len(text) - start) for count, text, start in zip(step, texts, starts, strict=True)]
+        positions = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
         slots = [table[row, where // size] * size + where % size for row, where in enumerate(positions)]
         ids = [text[where] for text, where in zip(texts, positions, strict=True)]
         cumulative = np.cumsum([0, *counts]).astype(np.int32)

@@ -1,10 +1,15 @@
 """`kiln run`: one answer, or a conversation, in the terminal."""
 
+import sys
 from pathlib import Path
 
 import click
 
+from engines.runtime.engine import Engine
+from engines.runtime.request import Request, SamplingParams
 from plugins.errors import KilnError
+
+Messages = list[dict[str, str]]
 
 
 @click.command("run")
@@ -13,9 +18,11 @@ from plugins.errors import KilnError
 @click.option("--system", help="System message of the chat template.")
 @click.option("--raw", is_flag=True, help="Complete PROMPT as it is, without the chat template.")
 @click.option("--max-tokens", type=int, default=512, show_default=True)
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--temperature", type=float, default=SamplingParams.temperature, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=int, help="Sample among the k most likely tokens.")
-@click.option("--top-p", type=float, help="Sample among the most likely tokens that hold this probability together.")
+@click.option(
+    "--top-p", type=float, default=SamplingParams.top_p, help="Sample among tokens of this total probability."
+)
 @click.option("--seed", type=int, help="Makes sampling reproducible.")
 @click.option("--stop", multiple=True, help="Text at which generation ends; may be given several times.")
 @click.option("--threads", type=int, help="Threads of a step.  [default: all CPUs]")
@@ -27,10 +34,59 @@ def run_bundle_command(
     max_tokens: int,
     temperature: float,
     top_k: int | None,
-    top_p: float | None,
+    top_p: float,
     seed: int | None,
     stop: tuple[str, ...],
     threads: int | None,
 ) -> None:
     """Answer PROMPT with BUNDLE, streaming. Without PROMPT: standard input if piped, else a conversation."""
-    raise KilnError("not yet")
+    if raw and system is not None:
+        raise KilnError("--system needs the chat template, which --raw leaves out; use one of them")
+    sampling = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, stop=stop
+    )
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read()
+    history: Messages = [{"role": "system", "content": system}] if system is not None else []
+    with Engine.open(bundle, max_running=1, threads=threads) as engine:
+        if prompt is None:
+            _converse(engine, history, raw, sampling)
+        else:
+            _answer(engine, history, prompt, raw, sampling)
+
+
+def _converse(engine: Engine, history: Messages, raw: bool, sampling: SamplingParams) -> None:
+    """Questions from the terminal until end of input; each answer becomes part of the history."""
+    print("Type a question; end with Ctrl-D.", file=sys.stderr)
+    while True:
+        try:
+            question = input("> ")
+        except EOFError:
+            print()
+            return
+        if not question.strip():
+            continue
+        answer = _answer(engine, history, question, raw, sampling)
+        if not raw:
+            history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _answer(engine: Engine, history: Messages, prompt: str, raw: bool, sampling: SamplingParams) -> str:
+    """Stream one answer to standard output. An interrupt ends the answer, not the program's bookkeeping."""
+    if raw:
+        request = Request(prompt, sampling)
+    else:
+        token_ids = engine.tokenizer.chat_prompt([*history, {"role": "user", "content": prompt}])
+        request = Request(tuple(token_ids), sampling)
+    stream = engine.submit(request)
+    pieces = []
+    try:
+        for chunk in stream:
+            pieces.append(chunk.text)
+            print(chunk.text, end="", flush=True)
+    except KeyboardInterrupt:
+        stream.cancel()
+        raise
+    finally:
+        print(flush=True)
+    return "".join(pieces)

@@ -10,20 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from passes.onnx_model import DECODER_METADATA, DecoderSpec, OnnxModel, onnx_model_from_path
 from pipeline.config import BuildConfig
 from pipeline.load import TorchModel
-from pipeline.serving_graph import ServingDecoder, kv_layers
+from pipeline.serving_graph import kv_layers, serving_module
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import LOGITS, STEP_INPUTS, KvSpec, cache_names, cache_output_names
 
 if TYPE_CHECKING:
     import onnx_ir
+    import torch
 
 OPSET = 21
-_CACHE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CACHE_DIMS = ("blocks", "block_size")
 
 
@@ -31,7 +29,7 @@ _CACHE_DIMS = ("blocks", "block_size")
 class _Traced:
     """What torch.onnx.export is given, and the names that its flat inputs and outputs get."""
 
-    module: torch.nn.Module
+    module: "torch.nn.Module"
     args: tuple[Any, ...]
     dynamic_shapes: tuple[Any, ...]
     input_names: list[str]
@@ -41,6 +39,8 @@ class _Traced:
 
 def export_model(model: TorchModel, path: Path, config: BuildConfig) -> OnnxModel:
     """Write `path` and `path` + `.data`. Raises KilnError for a model that torch cannot export."""
+    import torch
+
     traced = _trace_decoder(model, config) if model.is_decoder else _trace_plain(model)
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -71,12 +71,12 @@ def export_model(model: TorchModel, path: Path, config: BuildConfig) -> OnnxMode
 
 def decoder_spec(model: TorchModel, config: BuildConfig) -> DecoderSpec:
     """What the runtime must know of a decoder, from the model itself."""
-    text = model.module.config.get_text_config()
+    text = model.pretrained.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     if config.max_context is not None and limit is not None and config.max_context > limit:
         raise KilnError(f"maximum context is {config.max_context}, but {model.architecture} has {limit} positions")
     return DecoderSpec(
-        kv=KvSpec(layers=kv_layers(model.module), block_size=config.block_size, dtype=config.kv_dtype),
+        kv=KvSpec(layers=kv_layers(model.pretrained), block_size=config.block_size, dtype=config.kv_dtype),
         vocab_size=text.vocab_size,
         max_context=config.max_context or limit or 2048,
         eos_token_ids=_eos_token_ids(model),
@@ -84,20 +84,22 @@ def decoder_spec(model: TorchModel, config: BuildConfig) -> DecoderSpec:
 
 
 def _trace_decoder(model: TorchModel, config: BuildConfig) -> _Traced:
+    import torch
+
     spec = decoder_spec(model, config)
     layers = range(len(spec.kv.layers))
     # Sizes are above 1 and distinct per symbol, so that torch specialises none of them.
     sizes = {"tokens": 7, "rows": 5, "seqs": 3, "seqs+1": 4, "max_blocks": 6, "blocks": 8}
     dims = {name: torch.export.Dim(name.replace("+1", "_plus_1")) for name in [*sizes, "block_size"]}
     step = [torch.zeros([sizes[d] for d in shape], dtype=torch.int32) for shape in STEP_INPUTS.values()]
-    dtype = _CACHE_DTYPES[spec.kv.dtype]
+    dtype = getattr(torch, spec.kv.dtype)
     caches = [[torch.zeros(spec.kv.cache_shape(i, sizes["blocks"]), dtype=dtype) for i in layers] for _ in range(2)]
     cache_dims = [{axis: dims[name] for axis, name in enumerate(_CACHE_DIMS)} for _ in layers]
     step_dims = [{axis: dims[name] for axis, name in enumerate(shape)} for shape in STEP_INPUTS.values()]
     names = [cache_names(i) for i in layers]
     output_names = [cache_output_names(i) for i in layers]
     return _Traced(
-        module=ServingDecoder(model.module),
+        module=serving_module(model.pretrained),
         args=(*step, *caches),
         dynamic_shapes=(*step_dims, cache_dims, cache_dims),
         input_names=[*STEP_INPUTS, *(key for key, _ in names), *(value for _, value in names)],
@@ -106,21 +108,26 @@ def _trace_decoder(model: TorchModel, config: BuildConfig) -> _Traced:
     )
 
 
-class _Flat(torch.nn.Module):
-    """Calls a model by keyword and returns its tensor outputs as a tuple, named by `names` after a call."""
+def _keyword_module(module: "torch.nn.Module", inputs: list[str]) -> "torch.nn.Module":
+    """Calls a model by keyword and returns its tensor outputs as a tuple: the form that torch.export takes."""
+    import torch
 
-    def __init__(self, module: torch.nn.Module, inputs: list[str]) -> None:
-        super().__init__()
-        self.module = module
-        self.inputs = inputs
-        self.eval()
+    class KeywordModule(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+            self.eval()
 
-    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(named_outputs(self.module(**dict(zip(self.inputs, args, strict=True)))).values())
+        def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(named_outputs(self.module(**dict(zip(inputs, args, strict=True)))).values())
+
+    return KeywordModule()
 
 
-def named_outputs(result: Any) -> dict[str, torch.Tensor]:
+def named_outputs(result: Any) -> "dict[str, torch.Tensor]":
     """A model's tensor outputs by name: a mapping's keys, or `output`, or `output_0`, `output_1`, ..."""
+    import torch
+
     if isinstance(result, torch.Tensor):
         return {"output": result}
     if hasattr(result, "items"):
@@ -131,6 +138,8 @@ def named_outputs(result: Any) -> dict[str, torch.Tensor]:
 
 
 def _trace_plain(model: TorchModel) -> _Traced:
+    import torch
+
     assert model.example_inputs is not None
     names = list(model.example_inputs)
     with torch.no_grad():
@@ -147,10 +156,10 @@ def _trace_plain(model: TorchModel) -> _Traced:
         }
 
     shapes = tuple(dims(dynamic[name]) if dynamic.get(name) else None for name in names)
-    return _Traced(_Flat(model.module, names), args, (shapes,), names, list(outputs), {})
+    return _Traced(_keyword_module(model.module, names), args, (shapes,), names, list(outputs), {})
 
 
-def _at_least_two(value: torch.Tensor, axes: Any) -> torch.Tensor:
+def _at_least_two(value: "torch.Tensor", axes: Any) -> "torch.Tensor":
     """torch specialises dimensions of size 1, so a dynamic one is repeated."""
     for axis in axes or {}:
         if value.shape[axis] == 1:
@@ -169,8 +178,8 @@ def _eos_token_ids(model: TorchModel) -> tuple[int, ...]:
 
 def _remove_traces(model: "onnx_ir.Model") -> None:
     """Drop stack traces and module paths: they name the exporting machine's folders and change every digest."""
-    for graph in [model.graph, *model.functions.values()]:
-        for node in graph.all_nodes():
+    for graph in model.graphs():
+        for node in graph:
             node.metadata_props.clear()
             for output in node.outputs:
                 output.metadata_props.clear()

@@ -8,17 +8,17 @@ import io
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.source import ModelSource
 from plugins.errors import KilnError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,13 @@ class TorchModel:
     dynamic_shapes: dict[str, Any] | None = None
 
     @property
+    def pretrained(self) -> "PreTrainedModel":
+        """The module of a Hugging Face or GGUF source."""
+        return cast("PreTrainedModel", self.module)
+
+    @property
     def parameters(self) -> int:
+        """How many parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
 
@@ -60,7 +66,7 @@ def describe(source: ModelSource) -> Description | None:
         config = transformers.AutoConfig.from_pretrained(**_location(source))
     architecture = (config.architectures or [""])[0]
     if not architecture and source.kind == "gguf":
-        mapping = transformers.AutoModelForCausalLM._model_mapping
+        mapping: Any = transformers.AutoModelForCausalLM._model_mapping
         architecture = mapping[type(config)].__name__ if type(config) in mapping else ""
     model_class = getattr(transformers, architecture, None)
     if not isinstance(model_class, type):
@@ -121,7 +127,8 @@ def _load_callable(source: ModelSource) -> TorchModel:
     function = getattr(importlib.import_module(name), attribute, None)
     if not callable(function):
         raise KilnError(f"{source.target}: the module '{name}' has no callable '{attribute}'")
-    result = function()
+    with redirect_stdout(sys.stderr):  # standard output is for our own results
+        result = function()
     expected = "(torch.nn.Module, example inputs as a dict or tuple of tensors[, dynamic_shapes by input name])"
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], torch.nn.Module):
         raise KilnError(f"{source.target} returned {type(result).__name__}; expected {expected}")
@@ -137,7 +144,7 @@ def _load_callable(source: ModelSource) -> TorchModel:
 
 
 def _example_inputs(
-    module: "torch.nn.Module", tokenizer: "PreTrainedTokenizerBase | None"
+    module: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None"
 ) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
     """Two rows of plausible inputs for a Hugging Face encoder or vision model, and which axes vary."""
     import torch

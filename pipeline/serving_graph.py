@@ -1,106 +1,136 @@
 """A Hugging Face decoder as a serving graph: packed tokens in, paged attention inside.
 
-`ServingDecoder` wraps the model with the inputs of `plugins.paged_attention.schema.STEP_INPUTS` and the
+`serving_module` wraps the model with the inputs of `plugins.paged_attention.schema.STEP_INPUTS` and the
 caches. While it runs, the model's attention is an `AttentionInterface` function that emits the
 paged-attention operator, and its masks are None: causality is the operator's own.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import EXPORT_DOMAIN, OP_TYPE, SINCE_VERSION, KvLayer
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
 NAME = "kiln_paged"
 
 
-class ServingDecoder(torch.nn.Module):
-    """forward(step inputs, key caches, value caches) -> (logits [rows, vocabulary], key caches, value caches)."""
+def serving_module(model: "PreTrainedModel") -> "torch.nn.Module":
+    """A module: forward(*step inputs, key caches, value caches) -> (logits, key caches, value caches).
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.eval()
+    Step inputs are int32, in the order of STEP_INPUTS; logits are [rows, vocabulary].
+    """
+    import torch
 
-    def forward(
+    class ServingDecoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.eval()
+
+        def forward(
+            self,
+            input_ids: torch.Tensor,
+            position_ids: torch.Tensor,
+            logits_indices: torch.Tensor,
+            cumulative_sequence_length: torch.Tensor,
+            past_seqlens: torch.Tensor,
+            block_table: torch.Tensor,
+            slot_mapping: torch.Tensor,
+            key_caches: list[torch.Tensor],
+            value_caches: list[torch.Tensor],
+        ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+            ragged = (cumulative_sequence_length, past_seqlens, block_table, slot_mapping)
+            attention = _PagedAttention(key_caches, value_caches, ragged)
+            with attention_function(self.model, attention):
+                logits = self.model(
+                    input_ids=input_ids[None],
+                    position_ids=position_ids[None],
+                    use_cache=False,
+                    logits_to_keep=logits_indices,
+                ).logits
+            return logits[0], attention.keys_out, attention.values_out
+
+    return ServingDecoder()
+
+
+class _PagedAttention:
+    """The attention function of one traced pass: each call emits the operator for the next layer."""
+
+    def __init__(
+        self, key_caches: "list[torch.Tensor]", value_caches: "list[torch.Tensor]", ragged: "tuple[torch.Tensor, ...]"
+    ) -> None:
+        self.caches = list(zip(key_caches, value_caches, strict=True))
+        self.ragged = ragged
+        self.keys_out: list[torch.Tensor] = []
+        self.values_out: list[torch.Tensor] = []
+
+    def __call__(
         self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        logits_indices: torch.Tensor,
-        cumulative_sequence_length: torch.Tensor,
-        past_seqlens: torch.Tensor,
-        block_table: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        key_caches: list[torch.Tensor],
-        value_caches: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        keys_out: list[torch.Tensor] = []
-        values_out: list[torch.Tensor] = []
+        module: "torch.nn.Module",
+        query: "torch.Tensor",
+        key: "torch.Tensor",
+        value: "torch.Tensor",
+        attention_mask: None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **options: Any,
+    ) -> "tuple[torch.Tensor, None]":
+        import torch
 
-        def attend(
-            module: torch.nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attention_mask: None,
-            scaling: float | None = None,
-            sliding_window: int | None = None,
-            softcap: float | None = None,
-            **options: Any,
-        ) -> tuple[torch.Tensor, None]:
-            batch, heads, tokens, head_dim = query.shape
-            kv_heads, layer = key.shape[1], len(keys_out)
-            attributes: dict[str, int | float] = {"num_heads": heads, "kv_num_heads": kv_heads}
-            if scaling is not None:
-                attributes["scale"] = float(scaling)
-            if softcap:
-                attributes["softcap"] = float(softcap)
-            if sliding_window is not None:
-                attributes["local_window_size"] = int(sliding_window)
-            output, key_out, value_out = torch.onnx.ops.symbolic_multi_out(
-                f"{EXPORT_DOMAIN}::{OP_TYPE}",
-                [
-                    query.transpose(1, 2).reshape(tokens, heads * head_dim),
-                    key.transpose(1, 2).reshape(tokens, kv_heads * head_dim),
-                    value.transpose(1, 2).reshape(tokens, kv_heads * head_dim),
-                    key_caches[layer],
-                    value_caches[layer],
-                    cumulative_sequence_length,
-                    past_seqlens,
-                    block_table,
-                    None,  # cos_cache, sin_cache: rotation stays plain arithmetic, for the passes to fuse
-                    None,
-                    slot_mapping,
-                ],
-                attrs=attributes,
-                dtypes=(query.dtype, key_caches[layer].dtype, value_caches[layer].dtype),
-                shapes=((tokens, heads * head_dim), key_caches[layer].shape, value_caches[layer].shape),
-                version=SINCE_VERSION,
-            )
-            keys_out.append(key_out)
-            values_out.append(value_out)
-            return output.reshape(batch, tokens, heads, head_dim), None
-
-        with attention_function(self.model, attend):
-            logits = self.model(
-                input_ids=input_ids[None],
-                position_ids=position_ids[None],
-                use_cache=False,
-                logits_to_keep=logits_indices,
-            ).logits
-        return logits[0], keys_out, values_out
+        batch, heads, tokens, head_dim = query.shape
+        kv_heads = key.shape[1]
+        key_cache, value_cache = self.caches[len(self.keys_out)]
+        attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": kv_heads}
+        if scaling is not None:
+            attributes["scale"] = float(scaling)
+        if softcap:
+            attributes["softcap"] = float(softcap)
+        if sliding_window is not None:
+            attributes["local_window_size"] = int(sliding_window)
+        *cumulative_past_table, slot_mapping = self.ragged
+        output, key_out, value_out = torch.onnx.ops.symbolic_multi_out(
+            f"{EXPORT_DOMAIN}::{OP_TYPE}",
+            [
+                query.transpose(1, 2).reshape(tokens, heads * head_dim),
+                key.transpose(1, 2).reshape(tokens, kv_heads * head_dim),
+                value.transpose(1, 2).reshape(tokens, kv_heads * head_dim),
+                key_cache,
+                value_cache,
+                *cumulative_past_table,
+                None,  # cos_cache and sin_cache: rotation stays plain arithmetic, for the passes to fuse
+                None,
+                slot_mapping,
+            ],
+            attrs=attributes,
+            dtypes=(query.dtype, key_cache.dtype, value_cache.dtype),
+            shapes=((tokens, heads * head_dim), key_cache.shape, value_cache.shape),
+            version=SINCE_VERSION,
+        )
+        self.keys_out.append(key_out)
+        self.values_out.append(value_out)
+        return output.reshape(batch, tokens, heads, head_dim), None
 
 
-def kv_layers(model: torch.nn.Module) -> tuple[KvLayer, ...]:
+def kv_layers(model: "PreTrainedModel") -> tuple[KvLayer, ...]:
     """Cache geometry by running three tokens through the model. Raises KilnError for attention Kiln cannot carry."""
+    import torch
+
     layers: list[KvLayer] = []
 
     def record(
-        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any
-    ) -> tuple[torch.Tensor, None]:
+        module: "torch.nn.Module",
+        query: "torch.Tensor",
+        key: "torch.Tensor",
+        value: "torch.Tensor",
+        *_: Any,
+        **options: Any,
+    ) -> "tuple[torch.Tensor, None]":
         where = f"{type(module).__name__} (layer {len(layers)})"
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
             raise KilnError(
@@ -127,7 +157,7 @@ def kv_layers(model: torch.nn.Module) -> tuple[KvLayer, ...]:
 
 
 @contextmanager
-def attention_function(model: torch.nn.Module, function: Any) -> Iterator[None]:
+def attention_function(model: "PreTrainedModel", function: Any) -> Iterator[None]:
     """Let `function` be the model's attention, without any mask, inside the block."""
     from transformers import AttentionInterface, AttentionMaskInterface
 

