@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Union
 
 import numpy as np
 
@@ -32,7 +31,7 @@ from pipeline.progress import Progress
 from pipeline.source import ModelSource, resolve_source
 from plugins.errors import KilnError
 
-Comparable = Union[Subject, TorchModel, ModelSource, Path, str]
+Comparable = Subject | TorchModel | ModelSource | Path | str
 
 _OUTPUT_TOKENS = 128
 """Tokens of the text whose logits Polygraphy compares element by element."""
@@ -100,7 +99,7 @@ def subject_from(model: Comparable, threads: int | None = None) -> Subject:
 
 
 def _compare_subjects(a: Subject, b: Subject, config: CompareConfig, progress: Progress) -> ComparisonReport:
-    precisions = (a.side.precision, b.side.precision)
+    precisions = (*a.side.precisions, *b.side.precisions)
     if isinstance(a, DecoderSubject) and isinstance(b, DecoderSubject):
         return _compare_decoders(
             a, b, config, tolerances_from_precisions("decoder", precisions, config.limits), progress
@@ -192,7 +191,7 @@ def _output_check(row: OutputRow, tolerances: Tolerances, where: str = "") -> Ch
     rule = f"an element also passes within {tolerances.rtol.value:g} of |b|" if tolerances.rtol.value else where
     return Check(
         name=f"output:{row.name}",
-        title=f"output {row.name}, max |a-b|",
+        title=f"output {row.name}",
         value=row.max_abs,
         direction="at most",
         limit=tolerances.atol.value,

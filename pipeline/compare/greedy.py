@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engines.runtime.request import RequestError
 from pipeline.compare.report import PromptRow
 from pipeline.compare.subjects import DecoderSubject
 
@@ -19,8 +20,11 @@ class Prompt:
 
 def compare_greedy(a: DecoderSubject, b: DecoderSubject, prompt: Prompt, tokens: int, chunk: int) -> PromptRow:
     """Generate `tokens` tokens with each side, end-of-sequence ignored, and count the leading ones that agree."""
-    text_a = a.generate_greedy(prompt.token_ids, tokens)
-    text_b = b.generate_greedy(prompt.token_ids, tokens)
+    try:
+        text_a = a.generate_greedy(prompt.token_ids, tokens)
+        text_b = b.generate_greedy(prompt.token_ids, tokens)
+    except RequestError as error:  # a model whose logits are not finite cannot generate: a finding, not bad input
+        return PromptRow(prompt.title, len(prompt.token_ids), tokens, 0, str(error))
     agreed = next((i for i, (x, y) in enumerate(zip(text_a, text_b, strict=True)) if x != y), tokens)
     note = ""
     if agreed < tokens:

@@ -40,7 +40,7 @@ class TokenStatistics:
 
 
 def statistics_from_logits(a: NDArray, b: NDArray, next_tokens: NDArray[np.integer]) -> TokenStatistics:
-    """Compare logits [tokens, vocabulary] of both sides; `next_tokens` [n <= tokens] is what follows each of the first n.
+    """Compare logits [tokens, vocabulary] of both sides; `next_tokens` [n <= tokens] follow the first n of them.
 
     Equal infinities (masked-out vocabulary) count as equal; any NaN makes that token's figures NaN.
     """

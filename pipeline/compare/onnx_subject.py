@@ -8,20 +8,21 @@ are linked, not copied, where the file system allows it.
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
+from engines.runtime.engine import Engine, default_kv_blocks
+from engines.runtime.scheduler import SchedulerConfig
 from passes.onnx_model import DecoderSpec, OnnxModel, external_files, load_structure, onnx_model_from_path
+from pipeline.compare.engine_subject import EngineDecoder, EnginePlain
 from pipeline.compare.inputs import input_specs_from_graph
 from pipeline.compare.machine import package_versions
-from pipeline.compare.paged_text import greedy_continuation, logits_of_text
 from pipeline.compare.report import Side
 from pipeline.compare.subjects import Subject
+from pipeline.compare.tolerance import PRECISION_OF_DTYPE
 from plugins.paged_attention.schema import DOMAIN, EXPORT_DOMAIN, OP_TYPE
 
 _PRECISIONS = {1: "fp32", 10: "fp16", 16: "bf16"}  # onnx.TensorProto.DataType
@@ -36,48 +37,25 @@ def onnx_subject_from_path(path: Path, threads: int | None = None) -> Subject:
         path=str(path),
         sha256=model.sha256,
         precision=_precision(path),
+        cache=PRECISION_OF_DTYPE[model.decoder.kv.dtype] if model.decoder else None,
         versions=package_versions("onnxruntime"),
     )
-    if model.decoder is None:
-        return _OnnxPlain(side, model, threads)
-    return _OnnxDecoder(side, model, model.decoder, threads)
+    if model.decoder is not None:
+        return EngineDecoder(side, _engine_from_graph(model, model.decoder, threads), model.decoder, encode=None)
+    tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in model.inputs]
+    engine = Engine.from_model(OnnxRuntimeModel(path, threads=threads), name=path.name)
+    return EnginePlain(side, engine, input_specs_from_graph(load_structure(path), tensors))
 
 
-class _OnnxPlain:
-    def __init__(self, side: Side, model: OnnxModel, threads: int | None) -> None:
-        tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in model.inputs]
-        self.side = side
-        self.inputs = input_specs_from_graph(load_structure(model.path), tensors)
-        self._backend = OnnxRuntimeModel(model.path, threads=threads)
+def _engine_from_graph(model: OnnxModel, spec: DecoderSpec, threads: int | None) -> Engine:
+    from plugins.build import cpu_library
 
-    def infer(self, feeds: Mapping[str, NDArray]) -> dict[str, NDArray]:
-        return self._backend.infer(feeds)
-
-    def close(self) -> None:
-        self._backend.close()
-
-
-class _OnnxDecoder:
-    def __init__(self, side: Side, model: OnnxModel, spec: DecoderSpec, threads: int | None) -> None:
-        from plugins.build import cpu_library
-
-        self.side = side
-        self.vocab_size = spec.vocab_size
-        self.max_context = spec.max_context
-        self.encode = None
-        blocks = -(-spec.max_context // spec.kv.block_size)
-        with tempfile.TemporaryDirectory(prefix="kiln-compare-") as folder:
-            bound = _bound_graph(model.path, Path(folder))
-            self._backend = OnnxRuntimeDecoder(bound, spec.kv, blocks, plugins=[cpu_library()], threads=threads)
-
-    def logits(self, token_ids: Sequence[int], chunk: int) -> Iterator[NDArray[np.float32]]:
-        return logits_of_text(self._backend, token_ids, chunk)
-
-    def generate_greedy(self, token_ids: Sequence[int], tokens: int) -> list[int]:
-        return greedy_continuation(self._backend, token_ids, tokens)
-
-    def close(self) -> None:
-        self._backend.close()
+    with tempfile.TemporaryDirectory(prefix="kiln-compare-") as folder:
+        bound = _bound_graph(model.path, Path(folder))
+        backend = OnnxRuntimeDecoder(
+            bound, spec.kv, default_kv_blocks(spec, 1), plugins=[cpu_library()], threads=threads
+        )
+    return Engine.from_decoder(backend, spec, config=SchedulerConfig(max_running=1), name=model.path.name)
 
 
 def _bound_graph(path: Path, folder: Path) -> Path:

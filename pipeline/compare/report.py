@@ -20,7 +20,11 @@ Direction = Literal["at most", "at least"]
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two that were compared. `precision` is fp32, fp16 or bf16; `versions` of the libraries that ran it."""
+    """One of the two that were compared; `versions` are those of the libraries that ran it.
+
+    `precision` of the weights and `cache` of the KV cache are fp32, fp16 or bf16; `cache` is None where the model
+    has none of its own choosing.
+    """
 
     kind: Literal["torch", "onnx", "bundle"]
     name: str
@@ -28,6 +32,17 @@ class Side:
     sha256: str
     precision: str
     versions: Mapping[str, str]
+    cache: str | None = None
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """What decides its tolerances."""
+        return (self.precision,) if self.cache is None else (self.precision, self.cache)
+
+    @property
+    def description(self) -> str:
+        """Kind and precisions in words."""
+        return f"{self.kind}, {self.precision}" + (f", {self.cache} cache" if self.cache else "")
 
 
 @dataclass(frozen=True)
@@ -151,22 +166,24 @@ def tables_from_report(report: ComparisonReport) -> RenderableType:
 def _side_table(report: ComparisonReport) -> Table:
     table = Table(title="Compared", title_justify="left", show_header=False)
     for label, side in (("A", report.a), ("B", report.b)):
-        table.add_row(label, side.kind, f"{side.name}, {side.precision}, sha256 {side.sha256[:12]}")
+        table.add_row(label, side.description, Text(f"{side.name}, sha256 {side.sha256[:12]}"))
     for key, value in report.settings.items():
-        table.add_row("", key, value)
+        table.add_row("", key, Text(value))
     return table
 
 
-def _check_table(report: ComparisonReport) -> Table:
+def _check_table(report: ComparisonReport) -> RenderableType:
+    origins = list(dict.fromkeys(check.origin for check in report.checks))
     table = Table(title="Checks", title_justify="left")
-    for heading in ("check", "value", "limit", "", "where the limit comes from"):
+    for heading in ("check", "value", "limit", "", "note"):
         table.add_column(heading, justify="right" if heading in ("value", "limit") else "left")
     for check in report.checks:
         verdict = Text("pass", "green") if check.passed else Text("FAIL", "bold red")
-        origin = f"{check.origin}; {check.note}" if check.note else check.origin
         sign = "<=" if check.direction == "at most" else ">="
-        table.add_row(check.title, number(check.value), f"{sign} {number(check.limit)}", verdict, Text(origin))
-    return table
+        limit = f"{sign} {number(check.limit)} ({origins.index(check.origin) + 1})"
+        table.add_row(Text(check.title), number(check.value), limit, verdict, Text(check.note))
+    sources = [Text(f"Limit ({index}): {origin}", "dim") for index, origin in enumerate(origins, 1)]
+    return Group(table, *sources)
 
 
 def _output_table(report: ComparisonReport) -> Table:

@@ -1,11 +1,11 @@
 """How far apart two models may be, and where each limit comes from.
 
-Knows limits by kind of model and by the lower precision of the two sides; knows nothing of how a
+Knows limits by kind of model and by the lowest precision of the two sides' weights and caches; knows nothing of how a
 value is measured. A limit always carries its origin as text, because a verdict that nobody can trace
 is not worth printing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -48,8 +48,8 @@ class Tolerances:
 
 _PLAIN = {
     "fp32": ((1e-4, 1e-3), "default for fp32 against fp32: same arithmetic, sums taken in another order"),
-    "fp16": ((1e-2, 1e-2), "default where a side is fp16: 10 bits of mantissa, a convention"),
-    "bf16": ((5e-2, 5e-2), "default where a side is bf16: 7 bits of mantissa, a convention"),
+    "fp16": ((1e-2, 1e-2), "default where weights or cache are fp16: 10 bits of mantissa, a convention"),
+    "bf16": ((5e-2, 5e-2), "default where weights or cache are bf16: 7 bits of mantissa, a convention"),
 }
 """Precision to ((atol, rtol), origin)."""
 
@@ -58,19 +58,20 @@ _DECODER = {
         (2e-3, 2e-4, 1e-6, 0.999, 1e-3, 1.0),
         "default for fp32 against fp32: what SmolLM2-135M must hold against torch",
     ),
-    "fp16": ((0.25, 0.02, 1e-3, 0.99, 5e-3, 0.5), "default where a side is fp16: a convention"),
-    "bf16": ((1.0, 0.1, 1e-2, 0.97, 1e-2, 0.25), "default where a side is bf16: a convention"),
+    "fp16": ((0.25, 0.02, 1e-3, 0.99, 5e-3, 0.5), "default where weights or cache are fp16: a convention"),
+    "bf16": ((1.0, 0.1, 1e-2, 0.97, 1e-2, 0.25), "default where weights or cache are bf16: a convention"),
 }
 """Precision to ((atol, logit_mean, kl, top1, perplexity, greedy), origin)."""
 
 _ORDER = ("bf16", "fp16", "fp32")
 """Precisions from the coarsest to the finest."""
+PRECISION_OF_DTYPE = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def tolerances_from_precisions(
-    kind: ModelKind, precisions: tuple[str, str], overrides: Mapping[str, float] | None = None
+    kind: ModelKind, precisions: Sequence[str], overrides: Mapping[str, float] | None = None
 ) -> Tolerances:
-    """Default limits for the coarser of two precisions, with a user's own values put over them.
+    """Default limits for the coarsest of some precisions, with a user's own values put over them.
 
     Raises KilnError for a precision without defaults, an unknown limit or a negative value.
     """

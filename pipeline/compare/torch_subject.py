@@ -23,20 +23,28 @@ _PREFILL = 256
 
 def torch_subject_from_model(model: "TorchModel") -> Subject:
     """Wrap what `pipeline.load.load` gave. The subject shares the model's weights and leaves them alone."""
-    import torch
-
-    dtypes = {parameter.dtype for parameter in model.module.parameters() if parameter.is_floating_point()}
-    names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-    precision = "+".join(sorted(names.get(dtype, str(dtype)) for dtype in dtypes)) or "fp32"
     side = Side(
         kind="torch",
         name=f"torch {model.source.name}",
         path=str(model.source.path or model.source.target),
         sha256=model.source.sha256,
-        precision=precision,
+        precision=_precision(model.module),
         versions=package_versions("torch", "transformers"),
     )
     return _TorchDecoder(side, model) if model.is_decoder else _TorchPlain(side, model)
+
+
+def _precision(module: "torch.nn.Module") -> str:
+    """The precision that most of the floating-point weights have; fp32 for a module without any."""
+    import torch
+
+    names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+    sizes: dict[str, int] = {}
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            name = names.get(parameter.dtype, str(parameter.dtype))
+            sizes[name] = sizes.get(name, 0) + parameter.numel()
+    return max(sizes, key=lambda name: sizes[name], default="fp32")
 
 
 class _TorchPlain:
@@ -81,7 +89,8 @@ def _symbol(dim: Any, name: str, axis: int) -> str:
 
 class _TorchDecoder:
     def __init__(self, side: Side, model: "TorchModel") -> None:
-        config = model.module.config.get_text_config()
+        module: Any = model.module
+        config = module.config.get_text_config()
         self.side = side
         self.vocab_size: int = config.vocab_size
         self.max_context: int = getattr(config, "max_position_embeddings", None) or 2048
@@ -89,7 +98,7 @@ class _TorchDecoder:
         if model.tokenizer is not None:
             tokenizer = model.tokenizer
             self.encode = lambda text: list(tokenizer(text, verbose=False)["input_ids"])
-        self._module: Any = model.module
+        self._module = module
 
     def logits(self, token_ids: Sequence[int], chunk: int) -> Iterator[NDArray[np.float32]]:
         cache = None

@@ -1,0 +1,203 @@
+"""A report's plots as inline SVG: no ids that clash on one page, colours that follow the page's theme.
+
+Drawn by matplotlib with placeholder colours, which become CSS variables; text stays text, so that it can
+be searched, read aloud and set in the page's own font.
+"""
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from pipeline.compare.report import ComparisonReport, Curves, number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_WIDTH, _HEIGHT = 4.6, 2.9  # inches at 72 points: near a phone's width, so that text stays legible there
+_ROW = 0.34
+_FONT = 10.5
+
+INK, MUTED, GRID, SIDE_A, SIDE_B, LIMIT = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05", "#0a0b06"
+_VARIABLES = {
+    INK: "--ink",
+    MUTED: "--muted",
+    GRID: "--grid",
+    SIDE_A: "--side-a",
+    SIDE_B: "--side-b",
+    LIMIT: "--limit",
+}
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "kiln",
+    "font.size": _FONT,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "axes.unicode_minus": False,
+}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One drawing: a heading, what it shows in a sentence (also for screen readers), and `<svg>`."""
+
+    title: str
+    description: str
+    svg: str
+
+
+def plots_from_report(report: ComparisonReport) -> tuple[Plot, ...]:
+    """All plots that the report has data for."""
+    plots = []
+    if report.curves is not None:
+        plots += _text_plots(report, report.curves)
+    if report.prompts:
+        plots.append(_greedy_plot(report))
+    if report.outputs and report.model_kind == "plain":
+        plots.append(_output_plot(report))
+    return tuple(plots)
+
+
+def _text_plots(report: ComparisonReport, curves: Curves) -> list[Plot]:
+    limits = {check.name: check.limit for check in report.checks}
+
+    def error(axes: "Axes") -> None:
+        _log_line(axes, curves.positions, curves.error_max, limits["logit_error_max"])
+        axes.set(xlabel="token of the text", ylabel="max |a - b|")
+
+    def kl(axes: "Axes") -> None:
+        _log_line(axes, curves.positions, curves.kl_mean, limits["kl_mean"])
+        axes.set(xlabel="token of the text", ylabel="KL(A || B), nats")
+
+    def histogram(axes: "Axes") -> None:
+        widths = [right - left for left, right in zip(curves.kl_edges, curves.kl_edges[1:], strict=False)]
+        axes.bar(curves.kl_edges[:-1], curves.kl_counts, widths, align="edge", color=SIDE_A)
+        axes.set(xlabel="log10 of KL(A || B), nats", ylabel="tokens")
+
+    def perplexity(axes: "Axes") -> None:
+        places = range(len(curves.window_starts))
+        axes.bar([i - 0.2 for i in places], curves.window_perplexity_a, 0.38, color=SIDE_A, label="A")
+        axes.bar([i + 0.2 for i in places], curves.window_perplexity_b, 0.38, color=SIDE_B, label="B")
+        shown = list(places)[:: max(1, len(curves.window_starts) // 6)]
+        axes.set_xticks(shown, [str(curves.window_starts[i]) for i in shown])
+        axes.set(xlabel="first token of the window", ylabel="perplexity")
+        axes.grid(axis="x", visible=False)
+        axes.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 0.98), labelcolor=INK)
+
+    worst = max(curves.error_max, key=lambda value: math.inf if math.isnan(value) else value)
+    a, b = report.figures["perplexity_a"], report.figures["perplexity_b"]
+    return [
+        _plot("Logit error along the text", f"The largest is {number(worst)}; the dashed line is the limit.", error),
+        _plot(
+            "KL divergence along the text",
+            f"Its mean is {number(report.figures['kl_mean'])} nats; the dashed line is the limit of the mean.",
+            kl,
+        ),
+        _plot("KL divergence, distribution", "How many tokens have which divergence.", histogram),
+        _plot("Perplexity by window", f"Over the whole text A has {a:.4f}, B {b:.4f}.", perplexity),
+    ]
+
+
+def _greedy_plot(report: ComparisonReport) -> Plot:
+    rows = report.prompts
+
+    def draw(axes: "Axes") -> None:
+        places = range(len(rows))
+        axes.barh(places, [row.tokens for row in rows], 0.62, color=GRID)
+        axes.barh(places, [row.agreed for row in rows], 0.62, color=SIDE_A)
+        axes.set_yticks(places, [f"{row.prompt_tokens} tokens" for row in rows])
+        axes.set(xlabel="tokens that agree before the first difference", xlim=(0, max(row.tokens for row in rows)))
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+
+    whole = sum(row.agreed == row.tokens for row in rows)
+    sentence = f"{whole} of {len(rows)} prompts agree on all {rows[0].tokens} tokens."
+    return _plot("Greedy agreement by prompt", sentence, draw, max(_HEIGHT, 0.9 + _ROW * len(rows)))
+
+
+def _output_plot(report: ComparisonReport) -> Plot:
+    rows = report.outputs
+    limit = report.checks[0].limit
+
+    def draw(axes: "Axes") -> None:
+        floor = _floor([value for row in rows for value in (row.max_abs, row.mean_abs)] + [limit])
+        places = range(len(rows))
+        for offset, color, label, values in (
+            (-0.19, SIDE_B, "max", [row.max_abs for row in rows]),
+            (0.19, SIDE_A, "mean", [row.mean_abs for row in rows]),
+        ):
+            axes.barh([i + offset for i in places], [max(v, floor) for v in values], 0.36, color=color, label=label)
+        axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=1.2)
+        axes.set_xscale("log")
+        axes.set_xlim(left=floor)
+        axes.set_yticks(places, [_shortened(row.name) for row in rows])
+        axes.set(xlabel="|a - b|")
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 0.98), labelcolor=INK)
+
+    sentence = f"Over {number(sum(row.elements for row in rows))} elements; the dashed line is the absolute limit."
+    return _plot("Error by output", sentence, draw, max(_HEIGHT, 1.0 + 2 * _ROW * len(rows)))
+
+
+def _log_line(axes: "Axes", x: Sequence[int], values: Sequence[float], limit: float) -> None:
+    """A curve on a logarithmic scale that always shows the limit; zeros lie on the bottom edge."""
+    floor = _floor([*values, limit])
+    axes.plot(x, [max(value, floor) for value in values], color=SIDE_A, linewidth=1.4)
+    if limit > 0:
+        axes.axhline(limit, color=LIMIT, linestyle="--", linewidth=1.2)
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=floor)
+
+
+def _floor(values: Sequence[float]) -> float:
+    positive = [value for value in values if value > 0 and math.isfinite(value)]
+    return min(positive, default=1e-9) / 2
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= 18 else f"{name[:8]}…{name[-9:]}"
+
+
+def _plot(title: str, description: str, draw: Callable[["Axes"], None], height: float = _HEIGHT) -> Plot:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    buffer = io.StringIO()
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        draw(figure.subplots())
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return Plot(title, description, _inline(buffer.getvalue(), title, description))
+
+
+def _inline(document: str, title: str, description: str) -> str:
+    """The `<svg>` element alone, sized by the page, labelled, with ids of its own and the theme's colours."""
+    svg = document[document.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    prefix = re.sub(r"\W+", "-", title.lower())
+    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
+    svg = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", svg)
+    for color, variable in _VARIABLES.items():
+        svg = svg.replace(color, f"var({variable})")
+    view_box = re.search(r'viewBox="[^"]*"', svg)
+    assert view_box is not None
+    head = (
+        f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {view_box[0]} role="img" '
+        f'aria-labelledby="{prefix}-title {prefix}-description">'
+        f'<title id="{prefix}-title">{escape(title)}</title>'
+        f'<desc id="{prefix}-description">{escape(description)}</desc>'
+    )
+    return re.sub(r"<svg[^>]*>", lambda _: head, svg, count=1)
