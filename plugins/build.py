@@ -1,0 +1,180 @@
+"""Compiles the CPU plugin library with the machine's C++ compiler, once per content.
+
+The library lies in the user's cache folder under a name made of a SHA-256 over sources, flags and compiler
+version, so an existing file is always the right one. `python -m plugins.build` builds it and prints its path.
+
+Knows nothing of what the sources do, except that the kernels are compiled once per instruction set.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from plugins.errors import KilnError
+
+_ROOT = Path(__file__).parent
+_KERNELS = "paged_attention/kernels.cc"
+_SOURCES = ("paged_attention/cpu.cc", "paged_attention/check.cc", "paged_attention/ort.cc", "measure.cc")
+# Instruction sets by machine; must agree with the dispatch in paged_attention/cpu.cc. Never -march=native: the
+# library travels to other machines inside bundles.
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_ISAS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "plain": (),
+        "avx2": _AVX2,
+        "avx512": (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+    }
+}
+_PLAIN_ONLY: dict[str, tuple[str, ...]] = {"plain": ()}
+_PACKAGES = "g++ (Debian, Ubuntu), gcc-c++ (Fedora, RHEL, openSUSE), gcc (Arch), build-base (Alpine)"
+
+
+class CompilerMissingError(KilnError):
+    """No C++ compiler on this machine; the message names the package to install."""
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """How a library is compiled and linked, apart from its sources."""
+
+    file_name: str
+    compile_flags: tuple[str, ...]
+    link_flags: tuple[str, ...] = ("-shared", "-pthread")
+
+
+# GCC's intrinsics headers trip -Wmaybe-uninitialized; -Wpsabi warns of vector arguments, and all of ours are inlined.
+_COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-psabi")
+_RELEASE = _Variant("libkiln_cpu.so", (*_COMMON, "-O3"))
+_SANITIZED = _Variant(
+    "libkiln_cpu_asan.so",
+    (*_COMMON, "-O1", "-g", "-fsanitize=address", "-fno-omit-frame-pointer"),
+    ("-shared", "-pthread", "-fsanitize=address"),
+)
+
+
+def cpu_library() -> Path:
+    """Path of the compiled CPU plugin library; compiles it if this content was never compiled here.
+
+    Raises `CompilerMissingError` without a C++ compiler and `KilnError` when compilation fails. Safe to call from
+    several processes at once.
+    """
+    return _library(_RELEASE)
+
+
+def sanitized_cpu_library() -> Path:
+    """Like `cpu_library`, compiled with AddressSanitizer: the process must preload the compiler's libasan."""
+    return _library(_SANITIZED)
+
+
+def find_compiler() -> list[str]:
+    """Command of the C++ compiler: $CXX if set, as every build tool does, else g++, clang++ or c++ on the path."""
+    if command := shlex.split(os.environ.get("CXX", "")):
+        if shutil.which(command[0]):
+            return command
+        raise CompilerMissingError(
+            f"CXX names a compiler that is not there: found CXX={command[0]!r}; correct or unset it"
+        )
+    for name in ("g++", "clang++", "c++"):
+        if path := shutil.which(name):
+            return [path]
+    raise CompilerMissingError(
+        f"no C++ compiler found (looked for g++, clang++ and c++ on the path, CXX is not set); install one: {_PACKAGES}"
+    )
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept: $XDG_CACHE_HOME/kiln, by default ~/.cache/kiln."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG base directory specification says to ignore a relative path.
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kiln"
+
+
+def _library(variant: _Variant) -> Path:
+    compiler = find_compiler()
+    folder = cache_folder() / "plugins" / _key(variant, compiler)
+    library = folder / variant.file_name
+    if library.exists():
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KilnError(f"cannot create the cache folder {folder}: {error.strerror}; set XDG_CACHE_HOME") from error
+    with _locked(folder / "lock"):
+        if not library.exists():  # another process may have built it meanwhile
+            _compile(variant, compiler, library)
+    return library
+
+
+def _isas() -> dict[str, tuple[str, ...]]:
+    return _ISAS.get(platform.machine(), _PLAIN_ONLY)
+
+
+def _key(variant: _Variant, compiler: list[str]) -> str:
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
+    digest = hashlib.sha256()
+    facts = (compiler[1:], version.stdout, platform.machine(), variant, sorted(_isas().items()))
+    digest.update(repr(facts).encode())
+    for source in sorted(path for path in _ROOT.rglob("*") if path.suffix in {".h", ".cc"}):
+        content = source.read_bytes()
+        digest.update(f"{source.relative_to(_ROOT).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:32]
+
+
+def _compile(variant: _Variant, compiler: list[str], library: Path) -> None:
+    """Compiles next to `library` and renames into place, so that a half-written library is never seen."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
+        folder = Path(temporary)
+        jobs = [(source, Path(source).stem, ()) for source in _SOURCES]
+        jobs += [(_KERNELS, f"kernels_{isa}", (f"-DKILN_ISA={isa}", *flags)) for isa, flags in _isas().items()]
+        commands = [
+            [*compiler, *variant.compile_flags, *flags, "-c", str(_ROOT / source), "-o", str(folder / f"{name}.o")]
+            for source, name, flags in reversed(jobs)
+        ]
+        _run_all(commands)
+        objects = [str(folder / f"{name}.o") for _, name, _ in jobs]
+        linked = folder / library.name
+        _run_all([[*compiler, *objects, *variant.link_flags, "-o", str(linked)]])
+        linked.replace(library)
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Runs compiler commands side by side; the first that fails becomes a `KilnError` with its last lines."""
+    running: list[tuple[list[str], subprocess.Popen[str]]] = []
+    failed: tuple[list[str], str] | None = None
+    waiting = list(commands)
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            command = waiting.pop(0)
+            running.append(
+                (command, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            )
+        command, process = running.pop(0)
+        output = process.communicate()[0]
+        if process.returncode != 0 and failed is None:
+            failed = (command, output)
+            waiting.clear()
+    if failed:
+        command, output = failed
+        tail = "\n".join(output.strip().splitlines()[-15:])
+        raise KilnError(f"the C++ compiler failed; its last lines are below. Command: {shlex.join(command)}\n{tail}")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released by the system if the process dies
+        yield
+
+
+if __name__ == "__main__":
+    print(cpu_library())

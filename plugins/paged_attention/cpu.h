@@ -1,0 +1,74 @@
+// Paged attention on the CPU: one call's operands, the checks, and the entry point.
+//
+// Semantics are in schema.py. Knows nothing of ONNX Runtime: threads come in as a function, operands as
+// pointers. Nothing here owns memory of the caller.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace kiln {
+
+enum class CacheType { kFloat32, kFloat16, kBfloat16 };
+
+inline size_t cache_itemsize(CacheType type) { return type == CacheType::kFloat32 ? 4 : 2; }
+
+// One call. Caches are [blocks, block_size, kv_heads, head_dim]; they are read and written.
+struct PagedAttention {
+  const float* query;  // [tokens, heads * head_dim]
+  const float* key;    // [tokens, kv_heads * head_dim]
+  const float* value;  // likewise
+  float* output;       // like query
+  void* key_cache;
+  void* value_cache;
+  CacheType key_type;
+  CacheType value_type;
+  const int32_t* cumulative;   // [seqs + 1]
+  const int32_t* past;         // [seqs]
+  const int32_t* block_table;  // [seqs, max_blocks]
+  const int32_t* slots;        // [tokens]
+  const float* cos;            // [positions, rotary_half]; null without rotation
+  const float* sin;
+
+  int64_t tokens;
+  int64_t seqs;
+  int64_t blocks;
+  int64_t block_size;
+  int64_t max_blocks;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_dim;
+  int64_t positions;    // rows of cos and sin
+  int64_t rotary_half;  // half of the rotated part of a head; 0: no rotation
+  bool interleaved;     // pairs (2i, 2i + 1) instead of (i, i + rotary_half)
+  int64_t window;       // 0: unlimited
+  float scale;          // already resolved, never 0
+  float softcap;        // 0: none
+};
+
+// Runs body(user, i) for i in [0, total), in any order and on any threads, and returns when all are done.
+struct Parallel {
+  virtual void run(size_t total, void (*body)(void* user, size_t index), void* user) = 0;
+
+ protected:
+  ~Parallel() = default;
+};
+
+// Empty if every value in the index tensors lets the kernel stay inside its buffers; else what was found and
+// what was expected. Shapes are the caller's to check.
+std::string check(const PagedAttention& call);
+
+// Writes keys and values, then attends. The call must have passed check(). Empty on success, else the reason
+// (out of memory).
+std::string run(const PagedAttention& call, Parallel& parallel);
+
+}  // namespace kiln
+
+extern "C" {
+
+// Instruction sets: 0 picks the best one of this machine, 1 plain, 2 AVX2 (with FMA, F16C), 3 AVX-512 (F, BW, DQ, VL).
+// Returns the set in use from now on in this process, or -1 (and changes nothing) where the machine lacks it.
+// For tests and benchmarks.
+__attribute__((visibility("default"))) int kiln_set_isa(int isa);
+}

@@ -1,0 +1,359 @@
+// Binds the kernel to ONNX Runtime as the custom operator kiln::PagedAttention (schema.py has the contract).
+//
+// One OrtCustomOp per pair of cache types. Checks ranks and shapes, copies the caches where the outputs are not the
+// input buffers themselves, and lends ONNX Runtime's thread pool to the kernel. Knows nothing of how attention works.
+#include "../ort_abi.h"
+
+#include <cmath>
+#include <cstring>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "cpu.h"
+
+namespace {
+
+using namespace kiln;
+using namespace kiln::ort;
+
+// In schema.py's order.
+enum Input { kQuery, kKey, kValue, kKeyCache, kValueCache, kCumulative, kPast, kTable, kCos, kSin, kSlots, kInputs };
+constexpr const char* kInputNames[kInputs] = {
+    "query",        "key",         "value",     "key_cache", "value_cache", "cumulative_sequence_length",
+    "past_seqlens", "block_table", "cos_cache", "sin_cache", "slot_mapping"};
+enum Output { kOutput, kKeyCacheOut, kValueCacheOut, kOutputs };
+
+struct Failure {
+  std::string message;
+};
+
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  throw Failure{out.str()};
+}
+
+void require(OrtApi api, OrtStatus* status) {
+  if (!status) return;
+  std::string message = GetErrorMessage::of(api)(status);
+  ReleaseStatus::of(api)(status);
+  throw Failure{message};
+}
+
+// Runs body and turns what it throws into a status: no exception may cross the C boundary.
+template <typename Body>
+OrtStatus* guarded(OrtApi api, Body body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const Failure& failure) {
+    return CreateStatus::of(api)(kInvalidArgument, ("kiln::PagedAttention: " + failure.message).c_str());
+  } catch (const std::exception& error) {
+    return CreateStatus::of(api)(kFail, (std::string("kiln::PagedAttention: ") + error.what()).c_str());
+  }
+}
+
+struct Tensor {
+  void* data = nullptr;
+  std::vector<int64_t> shape;
+  bool present = false;
+};
+
+std::string text(const std::vector<int64_t>& shape) {
+  std::ostringstream out;
+  out << '[';
+  for (size_t i = 0; i < shape.size(); i++) out << (i ? ", " : "") << shape[i];
+  out << ']';
+  return out.str();
+}
+
+Tensor input_tensor(OrtApi api, OrtKernelContext* context, size_t index) {
+  const OrtValue* value = nullptr;
+  require(api, KernelContextGetInput::of(api)(context, index, &value));
+  Tensor tensor;
+  if (!value) return tensor;
+  tensor.present = true;
+  require(api, GetTensorMutableData::of(api)(const_cast<OrtValue*>(value), &tensor.data));
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  require(api, GetTensorTypeAndShape::of(api)(value, &info));
+  size_t rank = 0;
+  OrtStatus* status = GetDimensionsCount::of(api)(info, &rank);
+  tensor.shape.resize(rank);
+  if (!status) status = GetDimensions::of(api)(info, tensor.shape.data(), rank);
+  ReleaseTensorTypeAndShapeInfo::of(api)(info);
+  require(api, status);
+  return tensor;
+}
+
+void* output_data(OrtApi api, OrtKernelContext* context, size_t index, const std::vector<int64_t>& shape) {
+  OrtValue* value = nullptr;
+  require(api, KernelContextGetOutput::of(api)(context, index, shape.data(), shape.size(), &value));
+  void* data = nullptr;
+  require(api, GetTensorMutableData::of(api)(value, &data));
+  return data;
+}
+
+int64_t attribute(OrtApi api, const OrtKernelInfo* info, const char* name, int64_t otherwise) {
+  int64_t value = otherwise;
+  if (OrtStatus* status = KernelInfoGetAttributeInt64::of(api)(info, name, &value)) {
+    ReleaseStatus::of(api)(status);
+    return otherwise;
+  }
+  return value;
+}
+
+float attribute(OrtApi api, const OrtKernelInfo* info, const char* name, float otherwise) {
+  float value = otherwise;
+  if (OrtStatus* status = KernelInfoGetAttributeFloat::of(api)(info, name, &value)) {
+    ReleaseStatus::of(api)(status);
+    return otherwise;
+  }
+  return value;
+}
+
+class Pool final : public Parallel {
+ public:
+  Pool(OrtApi api, OrtKernelContext* context) : api_(api), context_(context) {}
+  void run(size_t total, void (*body)(void*, size_t), void* user) override {
+    require(api_, KernelContextParallelFor::of(api_)(context_, body, total, 0, user));
+  }
+
+ private:
+  OrtApi api_;
+  OrtKernelContext* context_;
+};
+
+// dst = src in pieces of 1 MiB over the pool.
+void copy(Pool& pool, void* dst, const void* src, size_t bytes) {
+  struct Copy {
+    char* dst;
+    const char* src;
+    size_t bytes;
+  } job{static_cast<char*>(dst), static_cast<const char*>(src), bytes};
+  constexpr size_t kPiece = size_t{1} << 20;
+  if (bytes == 0) return;
+  pool.run((bytes + kPiece - 1) / kPiece,
+           [](void* user, size_t i) {
+             const Copy& job = *static_cast<const Copy*>(user);
+             const size_t begin = i * kPiece, left = job.bytes - begin;
+             std::memcpy(job.dst + begin, job.src + begin, left < kPiece ? left : kPiece);
+           },
+           &job);
+}
+
+struct Kernel {
+  OrtApi api;
+  CacheType key_type, value_type;
+  int64_t heads, kv_heads, window;
+  bool rotary, interleaved;
+  float scale, softcap;
+
+  void compute(OrtKernelContext* context) const;
+
+ private:
+  PagedAttention call_from(const Tensor (&inputs)[kInputs]) const;
+};
+
+void expect_shape(const Tensor& tensor, Input input, const std::vector<int64_t>& expected) {
+  if (tensor.shape != expected)
+    fail(kInputNames[input], " has the wrong shape: found ", text(tensor.shape), ", expected ", text(expected));
+}
+
+void expect_rank(const Tensor& tensor, Input input, size_t rank, const char* expected) {
+  if (!tensor.present) fail(kInputNames[input], " is missing: expected ", expected);
+  if (tensor.shape.size() != rank)
+    fail(kInputNames[input], " has the wrong rank: found ", text(tensor.shape), ", expected ", expected);
+}
+
+PagedAttention Kernel::call_from(const Tensor (&in)[kInputs]) const {
+  expect_rank(in[kQuery], kQuery, 2, "[tokens, num_heads*head_dim]");
+  expect_rank(in[kKeyCache], kKeyCache, 4, "[blocks, block_size, kv_num_heads, head_dim]");
+  expect_rank(in[kPast], kPast, 1, "[seqs]");
+  expect_rank(in[kTable], kTable, 2, "[seqs, max_blocks]");
+  for (Input input : {kKey, kValue, kValueCache, kCumulative, kSlots})
+    if (!in[input].present) fail(kInputNames[input], " is missing");
+  PagedAttention call = {};
+  call.heads = heads;
+  call.kv_heads = kv_heads;
+  call.tokens = in[kQuery].shape[0];
+  call.blocks = in[kKeyCache].shape[0];
+  call.block_size = in[kKeyCache].shape[1];
+  call.head_dim = in[kKeyCache].shape[3];
+  call.seqs = in[kPast].shape[0];
+  call.max_blocks = in[kTable].shape[1];
+  if (call.head_dim < 1 || call.block_size < 1)
+    fail("key_cache is empty: found ", text(in[kKeyCache].shape), ", expected a block size and head size of at least 1");
+  expect_shape(in[kKeyCache], kKeyCache, {call.blocks, call.block_size, kv_heads, call.head_dim});
+  expect_shape(in[kValueCache], kValueCache, in[kKeyCache].shape);
+  expect_shape(in[kQuery], kQuery, {call.tokens, heads * call.head_dim});
+  expect_shape(in[kKey], kKey, {call.tokens, kv_heads * call.head_dim});
+  expect_shape(in[kValue], kValue, {call.tokens, kv_heads * call.head_dim});
+  expect_shape(in[kCumulative], kCumulative, {call.seqs + 1});
+  expect_shape(in[kTable], kTable, {call.seqs, call.max_blocks});
+  expect_shape(in[kSlots], kSlots, {call.tokens});
+  if (rotary) {
+    expect_rank(in[kCos], kCos, 2, "[positions, rotary_dim/2], because do_rotary is 1");
+    expect_rank(in[kSin], kSin, 2, "[positions, rotary_dim/2], because do_rotary is 1");
+    expect_shape(in[kSin], kSin, in[kCos].shape);
+    call.positions = in[kCos].shape[0];
+    call.rotary_half = in[kCos].shape[1];
+    if (call.rotary_half < 1 || 2 * call.rotary_half > call.head_dim)
+      fail("cos_cache has the wrong width: found ", text(in[kCos].shape), ", expected 1 to ", call.head_dim / 2,
+           " columns for a head size of ", call.head_dim);
+    call.cos = static_cast<const float*>(in[kCos].data);
+    call.sin = static_cast<const float*>(in[kSin].data);
+  }
+  call.query = static_cast<const float*>(in[kQuery].data);
+  call.key = static_cast<const float*>(in[kKey].data);
+  call.value = static_cast<const float*>(in[kValue].data);
+  call.cumulative = static_cast<const int32_t*>(in[kCumulative].data);
+  call.past = static_cast<const int32_t*>(in[kPast].data);
+  call.block_table = static_cast<const int32_t*>(in[kTable].data);
+  call.slots = static_cast<const int32_t*>(in[kSlots].data);
+  call.key_type = key_type;
+  call.value_type = value_type;
+  call.interleaved = interleaved;
+  call.window = window;
+  call.scale = scale != 0 ? scale : 1 / std::sqrt(static_cast<float>(call.head_dim));
+  call.softcap = softcap;
+  return call;
+}
+
+void Kernel::compute(OrtKernelContext* context) const {
+  Tensor inputs[kInputs];
+  size_t given = 0;
+  require(api, KernelContextGetInputCount::of(api)(context, &given));
+  for (size_t i = 0; i < kInputs && i < given; i++) inputs[i] = input_tensor(api, context, i);
+  PagedAttention call = call_from(inputs);
+  const std::string problem = check(call);
+  if (!problem.empty()) fail(problem);
+
+  Pool pool(api, context);
+  call.output = static_cast<float*>(output_data(api, context, kOutput, inputs[kQuery].shape));
+  call.key_cache = output_data(api, context, kKeyCacheOut, inputs[kKeyCache].shape);
+  call.value_cache = output_data(api, context, kValueCacheOut, inputs[kKeyCache].shape);
+  // The runtime binds both to one buffer; anyone else gets a functional operator at the price of a copy.
+  const size_t elements = call.blocks * call.block_size * call.kv_heads * call.head_dim;
+  if (call.key_cache != inputs[kKeyCache].data)
+    copy(pool, call.key_cache, inputs[kKeyCache].data, elements * cache_itemsize(key_type));
+  if (call.value_cache != inputs[kValueCache].data)
+    copy(pool, call.value_cache, inputs[kValueCache].data, elements * cache_itemsize(value_type));
+  const std::string failure = kiln::run(call, pool);
+  if (!failure.empty()) fail(failure);
+}
+
+// The operator for one pair of cache types. OrtCustomOp comes first: ONNX Runtime hands back its address.
+struct Operator : OrtCustomOp {
+  int key_element, value_element;
+};
+
+CacheType cache_type(int element) {
+  return element == kFloat ? CacheType::kFloat32 : element == kFloat16 ? CacheType::kFloat16 : CacheType::kBfloat16;
+}
+
+OrtStatus* create_kernel(const OrtCustomOp* base, OrtApi api, const OrtKernelInfo* info, void** kernel) {
+  return guarded(api, [&] {
+    const Operator& op = *static_cast<const Operator*>(base);
+    Kernel k = {};
+    k.api = api;
+    k.key_type = cache_type(op.key_element);
+    k.value_type = cache_type(op.value_element);
+    k.heads = attribute(api, info, "num_heads", int64_t{0});
+    k.kv_heads = attribute(api, info, "kv_num_heads", int64_t{0});
+    const int64_t window = attribute(api, info, "local_window_size", int64_t{-1});
+    k.window = window > 0 ? window : 0;
+    k.rotary = attribute(api, info, "do_rotary", int64_t{0}) != 0;
+    k.interleaved = attribute(api, info, "rotary_interleaved", int64_t{0}) != 0;
+    k.scale = attribute(api, info, "scale", 0.0f);
+    k.softcap = attribute(api, info, "softcap", 0.0f);
+    if (k.heads < 1 || k.kv_heads < 1 || k.heads % k.kv_heads != 0)
+      fail("num_heads must be a positive multiple of kv_num_heads: found num_heads ", k.heads, ", kv_num_heads ",
+           k.kv_heads);
+    if (window == 0 || window < -1) fail("local_window_size must be -1 or positive: found ", window);
+    if (!(k.softcap >= 0) || !std::isfinite(k.softcap)) fail("softcap must be 0 or positive: found ", k.softcap);
+    if (!std::isfinite(k.scale)) fail("scale must be finite: found ", k.scale);
+    *kernel = new Kernel(k);
+  });
+}
+
+OrtStatus* compute_kernel(void* kernel, OrtKernelContext* context) {
+  const Kernel& k = *static_cast<const Kernel*>(kernel);
+  return guarded(k.api, [&] { k.compute(context); });
+}
+
+Operator make_operator(int key_element, int value_element) {
+  Operator op = {};
+  op.version = kApiVersion;
+  op.key_element = key_element;
+  op.value_element = value_element;
+  op.GetName = [](const OrtCustomOp*) { return "PagedAttention"; };
+  op.GetExecutionProviderType = [](const OrtCustomOp*) { return "CPUExecutionProvider"; };
+  op.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{kInputs}; };
+  op.GetInputType = [](const OrtCustomOp* base, size_t i) -> int {
+    const Operator& op = *static_cast<const Operator*>(base);
+    switch (i) {
+      case kKeyCache: return op.key_element;
+      case kValueCache: return op.value_element;
+      case kCumulative: case kPast: case kTable: case kSlots: return kInt32;
+    }
+    return kFloat;
+  };
+  op.GetOutputTypeCount = [](const OrtCustomOp*) { return size_t{kOutputs}; };
+  op.GetOutputType = [](const OrtCustomOp* base, size_t i) -> int {
+    const Operator& op = *static_cast<const Operator*>(base);
+    return i == kKeyCacheOut ? op.key_element : i == kValueCacheOut ? op.value_element : int{kFloat};
+  };
+  op.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int { return i == kCos || i == kSin ? kOptional : kRequired; };
+  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
+  op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
+  op.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 0; };
+  op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 0; };
+  op.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 0; };
+  op.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
+  op.CreateKernelV2 = create_kernel;
+  op.KernelComputeV2 = compute_kernel;
+  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  op.GetStartVersion = [](const OrtCustomOp*) { return 1; };
+  op.GetEndVersion = [](const OrtCustomOp*) { return 0x7fffffff; };
+  return op;
+}
+
+OrtCustomOpDomain* domain_of(OrtApi api) {
+  static const std::vector<Operator> operators = [] {
+    std::vector<Operator> all;
+    for (int key : {kFloat, kFloat16, kBfloat16})
+      for (int value : {kFloat, kFloat16, kBfloat16}) all.push_back(make_operator(key, value));
+    return all;
+  }();
+  // One domain for each copy of ONNX Runtime in the process, shared by its sessions. ONNX Runtime keeps pointers to
+  // the domain and the operators and never frees them, so they live as long as the library.
+  static std::mutex mutex;
+  static std::map<OrtApi, OrtCustomOpDomain*> domains;
+  std::lock_guard<std::mutex> lock(mutex);
+  OrtCustomOpDomain*& domain = domains[api];
+  if (!domain) {
+    OrtCustomOpDomain* fresh = nullptr;
+    require(api, CreateCustomOpDomain::of(api)("kiln", &fresh));
+    for (const Operator& op : operators) require(api, CustomOpDomainAdd::of(api)(fresh, &op));
+    domain = fresh;
+  }
+  return domain;
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
+                                                                               const OrtApiBase* base) {
+  OrtApi api = base->GetApi(kApiVersion);
+  if (!api) {
+    const std::string message = std::string("kiln::PagedAttention needs ONNX Runtime's API version 24 (1.24 or later): "
+                                            "found ONNX Runtime ") + base->GetVersionString();
+    return CreateStatus::of(base->GetApi(1))(kFail, message.c_str());
+  }
+  return guarded(api, [&] { require(api, AddCustomOpDomain::of(api)(options, domain_of(api))); });
+}

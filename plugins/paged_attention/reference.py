@@ -1,0 +1,117 @@
+"""The truth about paged attention: NumPy, float64, one loop per thing that the contract in schema.py says.
+
+Slow on purpose. Does not check its arguments and does not know of ONNX Runtime; kernels are tested against it.
+"""
+
+from dataclasses import dataclass, replace
+
+import ml_dtypes  # noqa: F401  (gives numpy the type bfloat16)
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.generic]
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """The operator's attributes, named and defaulted as in `schema.ATTRIBUTES`."""
+
+    num_heads: int
+    kv_num_heads: int
+    scale: float = 0.0
+    softcap: float = 0.0
+    local_window_size: int = -1
+    do_rotary: int = 0
+    rotary_interleaved: int = 0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The operator's inputs, named and shaped as in `schema.INPUTS`; caches in their storage type."""
+
+    query: Array
+    key: Array
+    value: Array
+    key_cache: Array
+    value_cache: Array
+    cumulative_sequence_length: Array
+    past_seqlens: Array
+    block_table: Array
+    slot_mapping: Array
+    cos_cache: Array | None = None
+    sin_cache: Array | None = None
+
+
+def paged_attention(inputs: Inputs, attributes: Attributes) -> tuple[Array, Array, Array]:
+    """Output [tokens, num_heads*head_dim] in float64, and the two caches after the call in their storage type."""
+    key_cache, value_cache = written_caches(inputs, attributes)
+    after = replace(inputs, key_cache=key_cache, value_cache=value_cache)
+    return attention(after, attributes), key_cache, value_cache
+
+
+def written_caches(inputs: Inputs, attributes: Attributes) -> tuple[Array, Array]:
+    """Copies of the caches with the (rotated) keys and values of the new tokens in their slots.
+
+    Storing rounds float64 to the storage type once, to nearest even.
+    """
+    head_dim = inputs.key_cache.shape[3]
+    key = inputs.key.astype(np.float64).reshape(-1, attributes.kv_num_heads, head_dim)
+    value = inputs.value.astype(np.float64).reshape(-1, attributes.kv_num_heads, head_dim)
+    key_cache, value_cache = inputs.key_cache.copy(), inputs.value_cache.copy()
+    flat_keys = key_cache.reshape(-1, attributes.kv_num_heads, head_dim)  # views
+    flat_values = value_cache.reshape(-1, attributes.kv_num_heads, head_dim)
+    for seq in range(len(inputs.past_seqlens)):
+        for token, position in _new_tokens(inputs, seq):
+            slot = int(inputs.slot_mapping[token])
+            if slot >= 0:
+                flat_keys[slot] = _rotated(key[token], position, inputs, attributes).astype(key_cache.dtype)
+                flat_values[slot] = value[token].astype(value_cache.dtype)
+    return key_cache, value_cache
+
+
+def attention(inputs: Inputs, attributes: Attributes) -> NDArray[np.float64]:
+    """Output of the new tokens over caches that already hold them; writes nothing."""
+    block_size, head_dim = inputs.key_cache.shape[1], inputs.key_cache.shape[3]
+    group = attributes.num_heads // attributes.kv_num_heads
+    scale = attributes.scale or 1.0 / np.sqrt(head_dim)
+    query = inputs.query.astype(np.float64).reshape(-1, attributes.num_heads, head_dim)
+    output = np.zeros_like(query)
+    for seq in range(len(inputs.past_seqlens)):
+        for token, position in _new_tokens(inputs, seq):
+            first = max(0, position + 1 - attributes.local_window_size) if attributes.local_window_size > 0 else 0
+            seen = np.arange(first, position + 1)
+            blocks = inputs.block_table[seq, seen // block_size]
+            keys = inputs.key_cache[blocks, seen % block_size].astype(np.float64)  # [seen, kv_heads, head_dim]
+            values = inputs.value_cache[blocks, seen % block_size].astype(np.float64)
+            rotated = _rotated(query[token], position, inputs, attributes)
+            for head in range(attributes.num_heads):
+                scores = keys[:, head // group] @ rotated[head] * scale
+                if attributes.softcap:
+                    scores = attributes.softcap * np.tanh(scores / attributes.softcap)
+                weights = np.exp(scores - scores.max())
+                output[token, head] = weights @ values[:, head // group] / weights.sum()
+    return output.reshape(len(output), -1)
+
+
+def _new_tokens(inputs: Inputs, seq: int) -> list[tuple[int, int]]:
+    """(packed index, position) of each new token of a sequence."""
+    begin, end = (int(i) for i in inputs.cumulative_sequence_length[seq : seq + 2])
+    return [(token, int(inputs.past_seqlens[seq]) + token - begin) for token in range(begin, end)]
+
+
+def _rotated(heads: NDArray[np.float64], position: int, inputs: Inputs, attributes: Attributes) -> NDArray[np.float64]:
+    """Heads [n, head_dim] after rotary embedding (RoFormer, arXiv 2104.09864) at `position`."""
+    if not attributes.do_rotary:
+        return heads
+    assert inputs.cos_cache is not None
+    assert inputs.sin_cache is not None
+    cos, sin = inputs.cos_cache[position].astype(np.float64), inputs.sin_cache[position].astype(np.float64)
+    half = len(cos)
+    if attributes.rotary_interleaved:
+        first, second = np.s_[:, 0 : 2 * half : 2], np.s_[:, 1 : 2 * half : 2]
+    else:
+        first, second = np.s_[:, :half], np.s_[:, half : 2 * half]
+    out = heads.copy()
+    out[first] = heads[first] * cos - heads[second] * sin
+    out[second] = heads[second] * cos + heads[first] * sin
+    return out
