@@ -62,12 +62,14 @@ class Tokenizer:
             raise KilnError("the model has no chat template; give a plain prompt instead")
         if not messages:
             raise KilnError("the chat has no messages; expected at least one with role and content")
+        for number, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise KilnError(f"message {number} is {message!r:.80}; expected a mapping with role (text) and content")
         try:
             text = self._loaded.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # whatever the template's own code raises
             raise KilnError(
-                f"the chat template refused the messages: {_first_line(error)}; "
-                "expected mappings with role (such as user) and content"
+                f"the chat template refused the messages: {_first_line(error)}; change their roles, order or content"
             ) from error
         return self._core.encode(text, add_special_tokens=False).ids
 

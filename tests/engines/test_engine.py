@@ -1,0 +1,304 @@
+"""The engine over a fake backend: batching, streams, cancellation, failures and closing."""
+
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+
+from engines.runtime.engine import Engine, default_kv_blocks
+from engines.runtime.request import Request, RequestError, SamplingParams
+from engines.runtime.stream import Stream
+from passes.onnx_model import DecoderSpec
+from plugins.errors import KilnError
+from plugins.paged_attention.schema import KvLayer, KvSpec
+
+PROMPTS = [[(7 * i + j) % 90 + 2 for j in range(length)] for i, length in enumerate((1, 3, 4, 5, 17, 30, 64, 90))]
+
+
+def request(prompt, **sampling) -> Request:
+    return Request(tuple(prompt), SamplingParams(**sampling))
+
+
+def test_together_gives_what_each_gives_alone(fake_engine):
+    sampling = [SamplingParams(max_tokens=5 + 3 * i, temperature=i % 2, seed=i) for i in range(len(PROMPTS))]
+    requests = [Request(tuple(p), s) for p, s in zip(PROMPTS, sampling, strict=True)]
+    engine = fake_engine(num_blocks=80)
+    together = engine.generate(requests)
+    steps = len(engine.backend.steps)
+    assert max(len(s.past_seqlens) for s in engine.backend.steps) == 4
+    assert max(len(s.input_ids) for s in engine.backend.steps) <= 16
+    alone = [fake_engine(num_blocks=80, tokens_per_step=200).generate([r])[0] for r in requests]
+    assert together == alone
+    assert [len(c.token_ids) for c in together] == [s.max_tokens for s in sampling]
+    assert all(
+        c.finish_reason == "length" and c.prompt_tokens == len(p) for c, p in zip(together, PROMPTS, strict=True)
+    )
+    assert steps < sum(s.max_tokens for s in sampling)
+    assert engine.free_blocks == 80
+
+
+def test_a_prompt_pays_for_one_row_of_logits(fake_engine):
+    engine = fake_engine(tokens_per_step=16)
+    engine.generate([request(range(2, 42), max_tokens=3)])
+    assert [len(s.logits_indices) for s in engine.backend.steps] == [0, 0, 1, 1, 1]
+
+
+def test_same_seed_same_tokens_whatever_else_runs(fake_engine):
+    engine = fake_engine()
+    sampled = request([5, 6, 7], temperature=1.5, seed=11, max_tokens=12)
+    alone = engine.generate([sampled])[0]
+    others = [request(p, temperature=1.0, max_tokens=9) for p in PROMPTS]
+    assert engine.generate([*others[:3], sampled, *others[3:]])[3] == alone
+    assert engine.generate([request([5, 6, 7], temperature=1.5, seed=12, max_tokens=12)])[0] != alone
+    unseeded = [request([5, 6, 7], temperature=1.5, max_tokens=12)] * 2
+    first, second = engine.generate(unseeded)
+    assert first != second
+
+
+def test_streaming_gives_the_same_as_waiting(fake_engine):
+    engine = fake_engine()
+    chunks = list(engine.submit(request([3, 4], max_tokens=6)))
+    whole = engine.generate([[3, 4]], SamplingParams(max_tokens=6))[0]
+    assert tuple(t for c in chunks for t in c.token_ids) == whole.token_ids
+    assert [c.finish_reason for c in chunks] == [None] * 5 + ["length"]
+
+
+def test_async_streams_run_side_by_side(fake_engine):
+    engine = fake_engine()
+
+    async def read(stream: Stream) -> list[int]:
+        return [token async for chunk in stream for token in chunk.token_ids]
+
+    async def main() -> list[list[int]]:
+        streams = [engine.submit(request(p, max_tokens=8)) for p in PROMPTS]
+        return await asyncio.gather(*(read(s) for s in streams))
+
+    expected = [list(c.token_ids) for c in engine.generate([request(p, max_tokens=8) for p in PROMPTS])]
+    assert asyncio.run(main()) == expected
+
+
+def test_async_reading_waits_without_blocking_its_loop(fake_engine):
+    engine = fake_engine()
+    engine.backend.gate.clear()
+
+    async def main():
+        stream = engine.submit(request([3], max_tokens=2))
+        reader = asyncio.create_task(stream.__anext__())
+        await asyncio.sleep(0.02)
+        assert not reader.done()
+        engine.backend.gate.set()
+        assert len((await reader).token_ids) == 1
+        engine.backend.gate.clear()
+        abandoned = engine.submit(request([3], max_tokens=2))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(abandoned.__anext__(), 0.02)
+        engine.backend.gate.set()
+        return abandoned
+
+    assert asyncio.run(main()).result(5).finish_reason == "length"
+
+
+def test_end_of_sequence(fake_engine):
+    engine = fake_engine()
+    engine.backend.force = {6: 1}
+    done = engine.generate([[3, 4, 5]], SamplingParams(max_tokens=20))[0]
+    assert done.finish_reason == "stop"
+    assert len(done.token_ids) == 4
+    assert done.token_ids[-1] == 1
+    ignored = engine.generate([[3, 4, 5]], SamplingParams(max_tokens=20, ignore_eos=True))[0]
+    assert ignored.finish_reason == "length"
+    assert ignored.token_ids[:4] == done.token_ids
+    assert len(ignored.token_ids) == 20
+
+
+def test_max_tokens_is_clipped_to_the_context(fake_engine):
+    engine = fake_engine(max_context=20)
+    for wanted in (None, 1000):
+        assert len(engine.generate([[3] * 12], SamplingParams(max_tokens=wanted))[0].token_ids) == 8
+    small = fake_engine(max_context=200, num_blocks=4)
+    assert small.max_length == 16
+    assert len(small.generate([[3] * 12])[0].token_ids) == 4
+
+
+def test_bad_requests_are_refused_at_submit(fake_engine):
+    engine = fake_engine(max_context=20)
+    cases = [
+        ([3] * 20, "the prompt has 20 tokens, the engine holds 20 .* shorten the prompt to at most 19$"),
+        ([], "the prompt is empty"),
+        ([3, 97], "token id 97; expected 0 to 96"),
+        ([-1], "token id -1"),
+    ]
+    for prompt, message in cases:
+        with pytest.raises(KilnError, match=message):
+            engine.submit(request(prompt))
+    with pytest.raises(KilnError, match="no tokenizer; give token ids"):
+        engine.submit(Request("text"))
+    with pytest.raises(KilnError, match="leave stop out"):
+        engine.submit(request([3], stop=("x",)))
+    with pytest.raises(KilnError, match=r"write generate\(\[prompt\]\)"):
+        engine.generate("text")
+    with pytest.raises(KilnError, match="use submit or generate, not infer"):
+        engine.infer({})
+    with pytest.raises(KilnError, match="more kv_blocks"):
+        fake_engine(num_blocks=2).submit(request([3] * 9))
+    assert engine.backend.steps == []
+
+
+def test_one_bad_prompt_in_a_list_starts_nothing(fake_engine):
+    engine = fake_engine()
+    with pytest.raises(KilnError, match="empty"):
+        engine.generate([[3], [4], []])
+    assert engine.backend.steps == []
+
+
+def wait_until(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.001)
+
+
+def test_cancel_frees_blocks_and_lets_others_go_on(fake_engine):
+    engine = fake_engine(max_running=2, num_blocks=60)
+    running = engine.submit(request([3, 4], max_tokens=100))
+    other = engine.submit(request([5], max_tokens=10))
+    waiting = engine.submit(request([6], max_tokens=10))
+    next(running)
+    waiting.cancel()
+    running.cancel()
+    cancelled = running.result(5)
+    assert cancelled.finish_reason == "cancelled"
+    assert 1 <= len(cancelled.token_ids) < 100
+    assert waiting.result(5).finish_reason in ("cancelled", "length")
+    assert len(other.result(5).token_ids) == 10
+    chunks = list(running)
+    assert chunks[-1].finish_reason == "cancelled"
+    assert engine.free_blocks == 60
+    running.cancel()  # again: no effect
+    assert engine.generate([[3]], SamplingParams(max_tokens=2))[0].finish_reason == "length"
+
+
+def test_cancel_before_the_first_step(fake_engine):
+    engine = fake_engine()
+    engine.backend.gate.clear()
+    streams = [engine.submit(request([3], max_tokens=5)) for _ in range(8)]
+    for stream in streams:
+        stream.cancel()
+    engine.backend.gate.set()
+    assert {s.result(5).finish_reason for s in streams[1:]} == {"cancelled"}
+    assert engine.free_blocks == engine.backend.num_blocks
+
+
+def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(fake_engine):
+    engine = fake_engine(max_running=2)
+    engine.backend.gate.clear()
+    engine.backend.fail_steps = [RuntimeError("out of\n memory")]
+    streams = [engine.submit(request([3, i], max_tokens=4)) for i in range(4)]
+    engine.backend.gate.set()
+    wait_until(lambda: all(stream.done for stream in streams))
+    failed = streams[: len(engine.backend.steps[0].past_seqlens)]  # one or two were in the first step
+    for stream in failed:
+        with pytest.raises(RequestError, match="failed after 0 tokens: out of memory; the engine goes on") as caught:
+            stream.result(0)
+        assert caught.value.completion.finish_reason == "error"
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        with pytest.raises(RequestError):
+            next(stream)
+    assert {stream.result(0).finish_reason for stream in streams[len(failed) :]} == {"length"}
+    assert engine.free_blocks == engine.backend.num_blocks
+
+
+def test_logits_that_are_not_numbers_fail_the_request(fake_engine):
+    engine = fake_engine()
+    engine.backend.nan_rows = True
+    with pytest.raises(RequestError, match="highest logit is nan"):
+        engine.generate([[3]])
+    engine.backend.nan_rows = False
+    assert len(engine.generate([[3]], SamplingParams(max_tokens=3))[0].token_ids) == 3
+
+
+def test_a_bug_in_the_worker_leaves_nobody_waiting(fake_engine, monkeypatch):
+    engine = fake_engine()
+    monkeypatch.setattr(engine._worker._scheduler, "schedule", lambda: 1 / 0)
+    stream = engine.submit(request([3]))
+    with pytest.raises(RequestError, match="division by zero"):
+        stream.result(5)
+    wait_until(lambda: engine._worker.backend.closed)
+    with pytest.raises(KilnError, match="has stopped"):
+        engine.submit(request([3]))
+
+
+def test_closing_gives_every_request_an_outcome(fake_engine):
+    engine = fake_engine(max_running=2)
+    engine.backend.gate.clear()
+    streams = [engine.submit(request([3, i], max_tokens=50)) for i in range(6)]
+    backend = engine.backend
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    backend.gate.set()
+    closer.join(5)
+    assert not closer.is_alive()
+    assert all(s.done for s in streams)
+    assert {s.result(0).finish_reason for s in streams} == {"cancelled"}
+    assert backend.closed
+    engine.close()
+    for use in (lambda: engine.submit(request([3])), lambda: engine.generate([[3]]), lambda: engine.backend):
+        with pytest.raises(KilnError, match="closed; open it again"):
+            use()
+
+
+def test_a_forgotten_engine_ends_its_thread(fake_backend):
+    backend = fake_backend()
+    engine = Engine.from_decoder(backend, DecoderSpec(backend.kv, backend.vocabulary, 100, (1,)))
+    thread = engine._worker._thread
+    del engine
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert backend.closed
+
+
+def test_result_can_time_out(fake_engine):
+    engine = fake_engine()
+    engine.backend.gate.clear()
+    stream = engine.submit(request([3], max_tokens=1))
+    with pytest.raises(TimeoutError, match=r"not done after 0\.01 s"):
+        stream.result(0.01)
+    engine.backend.gate.set()
+    assert stream.result(5).finish_reason == "length"
+
+
+def test_submits_and_cancels_from_many_threads(fake_engine):
+    engine = fake_engine(num_blocks=100)
+    outcomes: list[str] = []
+
+    def client(number: int) -> None:
+        for i in range(15):
+            with_cancel = (number + i) % 3 == 0
+            stream = engine.submit(request(PROMPTS[(number + i) % 8], max_tokens=5, seed=i, temperature=1))
+            if with_cancel:
+                stream.cancel()
+            outcomes.append(stream.result(20).finish_reason)
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(outcomes) == 120
+    assert set(outcomes) <= {"length", "cancelled"}
+    assert engine.free_blocks == 100
+
+
+def test_default_blocks_hold_full_contexts_within_a_quarter_of_memory(monkeypatch):
+    kv = KvSpec((KvLayer(1, 64),), 16, "float32")
+    decoder = DecoderSpec(kv, 10, 1000, ())
+    monkeypatch.setattr("engines.runtime.engine.host_memory", lambda: 2**40)
+    assert default_kv_blocks(decoder, 4) == 4 * 63
+    monkeypatch.setattr("engines.runtime.engine.host_memory", lambda: 4 * 100 * kv.bytes_per_block)
+    assert default_kv_blocks(decoder, 4) == 100
+    monkeypatch.setattr("engines.runtime.engine.host_memory", lambda: 1000)
+    with pytest.raises(KilnError, match="more than a quarter"):
+        default_kv_blocks(decoder, 4)
