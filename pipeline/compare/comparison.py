@@ -6,7 +6,7 @@ is relative to B.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,10 +157,8 @@ def _compare_decoders(
         rows = compare_outputs(a, b, [{TOKENS: head}], tolerances, config.chunk)
     with progress.stage("score text"):
         text = compare_text(a, b, material.text, window, config.chunk, tolerances)
-    prompts = []
-    for index, prompt in enumerate(material.prompts, 1):
-        with progress.stage(f"greedy {index}/{len(material.prompts)}, {len(prompt.token_ids)} tokens"):
-            prompts.append(compare_greedy(a, b, prompt, config.tokens, config.chunk))
+    with progress.stage("generate greedily"):
+        prompts = [compare_greedy(a, b, prompt, config.tokens, config.chunk) for prompt in material.prompts]
     output_checks = (_output_check(row, tolerances, f"first {len(head)} tokens of the text") for row in rows)
     return ComparisonReport(
         created=_now(),
@@ -201,7 +199,7 @@ def _output_check(row: OutputRow, tolerances: Tolerances, where: str = "") -> Ch
     )
 
 
-def _greedy_check(rows: list[PromptRow], tolerances: Tolerances) -> Check:
+def _greedy_check(rows: Sequence[PromptRow], tolerances: Tolerances) -> Check:
     whole = sum(row.agreed == row.tokens for row in rows)
     share = sum(row.agreed for row in rows) / sum(row.tokens for row in rows)
     note = f"{whole} of {len(rows)} prompts agree on all {rows[0].tokens} tokens"

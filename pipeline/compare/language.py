@@ -104,20 +104,20 @@ def compare_text(
     checks = (
         check_from_limit(
             "logit_error_max",
-            "logit error, max",
+            "largest logit error",
             found["logit_error_max"],
             "at most",
             tolerances.atol,
-            f"largest at token {worst}",
+            f"at token {worst} of the text",
         ),
         check_from_limit(
-            "logit_error_mean", "logit error, mean", found["logit_error_mean"], "at most", tolerances.logit_mean
+            "logit_error_mean", "mean logit error", found["logit_error_mean"], "at most", tolerances.logit_mean
         ),
-        check_from_limit("kl_mean", "KL(A || B), mean, nats", found["kl_mean"], "at most", tolerances.kl),
+        check_from_limit("kl_mean", "mean KL(A || B) in nats", found["kl_mean"], "at most", tolerances.kl),
         check_from_limit("top1_agreement", "top-1 agreement", found["top1_agreement"], "at least", tolerances.top1),
         check_from_limit(
             "perplexity_difference",
-            "perplexity, relative difference",
+            "relative difference of perplexity",
             difference,
             "at most",
             tolerances.perplexity,

@@ -132,16 +132,17 @@ def _output_plot(report: ComparisonReport) -> Plot:
     limit = report.checks[0].limit
 
     def draw(axes: "Axes") -> None:
-        floor = _floor([value for row in rows for value in (row.max_abs, row.mean_abs)] + [limit])
+        lowest, highest = _decades([value for row in rows for value in (row.max_abs, row.mean_abs)] + [limit])
         places = range(len(rows))
         for offset, color, label, values in (
             (-0.19, SIDE_B, "max", [row.max_abs for row in rows]),
             (0.19, SIDE_A, "mean", [row.mean_abs for row in rows]),
         ):
-            axes.barh([i + offset for i in places], [max(v, floor) for v in values], 0.36, color=color, label=label)
+            axes.barh([i + offset for i in places], [max(v, lowest) for v in values], 0.36, color=color, label=label)
         axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=1.2)
         axes.set_xscale("log")
-        axes.set_xlim(left=floor)
+        axes.set_xlim(lowest, highest)
+        axes.xaxis.set_minor_formatter(lambda value, place: "")
         axes.set_yticks(places, [_shortened(row.name) for row in rows])
         axes.set(xlabel="|a - b|")
         axes.invert_yaxis()
@@ -154,17 +155,20 @@ def _output_plot(report: ComparisonReport) -> Plot:
 
 def _log_line(axes: "Axes", x: Sequence[int], values: Sequence[float], limit: float) -> None:
     """A curve on a logarithmic scale that always shows the limit; zeros lie on the bottom edge."""
-    floor = _floor([*values, limit])
-    axes.plot(x, [max(value, floor) for value in values], color=SIDE_A, linewidth=1.4)
+    lowest, _ = _decades([*values, limit])
+    axes.plot(x, [max(value, lowest) for value in values], color=SIDE_A, linewidth=1.4)
     if limit > 0:
         axes.axhline(limit, color=LIMIT, linestyle="--", linewidth=1.2)
     axes.set_yscale("log")
-    axes.set_ylim(bottom=floor)
+    axes.set_ylim(*_decades([*values, limit]))
+    axes.yaxis.set_minor_formatter(lambda value, place: "")
 
 
-def _floor(values: Sequence[float]) -> float:
-    positive = [value for value in values if value > 0 and math.isfinite(value)]
-    return min(positive, default=1e-9) / 2
+def _decades(values: Sequence[float]) -> tuple[float, float]:
+    """Powers of ten around all positive values, at least one apart, so that an axis has two labels."""
+    positive = [value for value in values if value > 0 and math.isfinite(value)] or [1e-9]
+    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+    return 10.0**low, 10.0 ** max(high, low + 1)
 
 
 def _shortened(name: str) -> str:

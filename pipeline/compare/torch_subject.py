@@ -1,5 +1,6 @@
 """A loaded torch model as one side of a comparison. Runs on the CPU under `torch.inference_mode`."""
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -99,32 +100,40 @@ class _TorchDecoder:
             tokenizer = model.tokenizer
             self.encode = lambda text: list(tokenizer(text, verbose=False)["input_ids"])
         self._module = module
+        # transformers renamed the argument; the old name stays until 5.40.
+        named = inspect.signature(module.forward).parameters
+        self._cache_argument = "cache" if "cache" in named else "past_key_values"
 
     def logits(self, token_ids: Sequence[int], chunk: int) -> Iterator[NDArray[np.float32]]:
-        cache = None
+        cache = self._new_cache()
         for start in range(0, len(token_ids), chunk):
-            rows, cache = self._step(token_ids[start : start + chunk], cache, 0)
-            yield rows
+            yield self._step(token_ids[start : start + chunk], cache, 0)
 
     def generate_greedy(self, token_ids: Sequence[int], tokens: int) -> list[int]:
-        cache, rows = None, None
-        for start in range(0, len(token_ids), _PREFILL):
-            rows, cache = self._step(token_ids[start : start + _PREFILL], cache, 1)
-        assert rows is not None
-        generated = [int(rows[-1].argmax())]
+        generated: list[int] = []
+        cache = self._new_cache()
+        for start in range(0, len(token_ids) - 1, _PREFILL):
+            self._step(token_ids[start : min(start + _PREFILL, len(token_ids) - 1)], cache, 1)
+        last = token_ids[-1]
         while len(generated) < tokens:
-            rows, cache = self._step(generated[-1:], cache, 1)
-            generated.append(int(rows[-1].argmax()))
+            last = int(self._step([last], cache, 1)[-1].argmax())
+            generated.append(last)
         return generated
 
-    def _step(self, token_ids: Sequence[int], cache: Any, keep: int) -> tuple[NDArray[np.float32], Any]:
-        """Run tokens after what `cache` holds; logits of the last `keep` of them, of all for 0, and the cache."""
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._module.config)
+
+    def _step(self, token_ids: Sequence[int], cache: Any, keep: int) -> NDArray[np.float32]:
+        """Run tokens after what `cache` holds, and add them to it; logits of the last `keep` of them, of all for 0."""
         import torch
 
         ids = torch.tensor([list(token_ids)], dtype=torch.int64)
         with torch.inference_mode():
-            result = self._module(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=keep)
-        return _numpy(result.logits[0]).astype(np.float32, copy=False), result.past_key_values
+            cached = {self._cache_argument: cache}
+            result = self._module(input_ids=ids, use_cache=True, logits_to_keep=keep, **cached)
+        return _numpy(result.logits[0]).astype(np.float32, copy=False)
 
     def close(self) -> None:
         self._module = None
