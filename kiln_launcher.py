@@ -5,8 +5,8 @@ same name in the working directory, can shadow one. This module has a name that 
 nothing but the standard library, and checks where each of the four would come from before any is used.
 """
 
+import importlib.util
 import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 PACKAGES = ("plugins", "passes", "engines", "pipeline")
@@ -21,15 +21,9 @@ def check_packages() -> None:
     """Raise ShadowedPackageError unless all four packages resolve to those beside this module."""
     for name in PACKAGES:
         expected = ROOT / name / "__init__.py"
-        loaded = sys.modules.get(name)
-        if loaded is not None:
-            origin = getattr(loaded, "__file__", None) or next(iter(getattr(loaded, "__path__", [])), None)
-        else:
-            spec = PathFinder.find_spec(name)
-            if spec is None:
-                origin = None if not expected.exists() else str(expected)  # an editable install's own finder
-            else:
-                origin = spec.origin or next(iter(spec.submodule_search_locations or []), None)
+        spec = importlib.util.find_spec(name)
+        # A folder without __init__.py has search locations but no origin.
+        origin = spec and (spec.origin or next(iter(spec.submodule_search_locations or []), None))
         if origin is None or Path(origin).resolve() != expected:
             raise ShadowedPackageError(
                 f"the package '{name}' would be imported from {origin or 'nowhere'}, but Kiln's is {expected.parent}. "

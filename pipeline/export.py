@@ -5,6 +5,7 @@ their own input and output names. Weights go to one external data file beside th
 whatever its size; traces of the exporting machine are removed.
 """
 
+import logging
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ def export_model(model: TorchModel, path: Path, config: BuildConfig) -> OnnxMode
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
+            logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it reports that torchvision is absent
             program = torch.onnx.export(
                 traced.module,
                 traced.args,

@@ -27,7 +27,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """A line that users should see."""
-        self.console.print(f"  {text}", markup=False)
+        self.console.print(f"  {text}", markup=False, soft_wrap=True)
 
     def detail(self, text: str) -> None:
         """A line for --verbose."""

@@ -51,7 +51,7 @@ def serving_module(model: "PreTrainedModel") -> "torch.nn.Module":
                     input_ids=input_ids[None],
                     position_ids=position_ids[None],
                     use_cache=False,
-                    logits_to_keep=logits_indices,
+                    logits_to_keep=logits_indices.long(),  # ONNX selects by int64 only
                 ).logits
             return logits[0], attention.keys_out, attention.values_out
 
