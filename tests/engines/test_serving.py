@@ -1,0 +1,195 @@
+"""The whole runtime on real ONNX Runtime: a bundle with the tiny serving graph, opened and served."""
+
+import asyncio
+import dataclasses
+import shutil
+import threading
+
+import numpy as np
+import pytest
+
+from engines.backends.onnxruntime import OnnxRuntimeDecoder
+from engines.bundle import file_records, open_bundle, write_bundle
+from engines.manifest import BackendRecord, Manifest, ModelRecord, PluginRecord, SkuRecord
+from engines.runtime.engine import Engine
+from engines.runtime.request import Request, SamplingParams
+from engines.runtime.score import score
+from plugins.errors import KilnError
+from plugins.paged_attention.schema import abi_hash
+
+LENGTHS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 90, 120, 150)
+RNG = np.random.default_rng(11)
+PROMPTS = [
+    [int(t) for t in RNG.integers(1, 61, length)]
+    for length in (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 90, 120, 150)
+]
+
+
+def tokenizer_folder(folder):
+    """Letters are tokens 1 to 60, and 0 ends a sequence, to match the tiny model's vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [chr(ord("A") + i) for i in range(60)]
+    core = Tokenizer(models.BPE({"<end>": 0, **{c: i for i, c in enumerate(letters, 1)}}, []))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(["<end>"])
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>").save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_model, cpu_plugin, tmp_path_factory):
+    model = tiny_model()
+
+    def fill(folder):
+        shutil.copy(model.path, folder / "engine.onnx")
+        shutil.copy(cpu_plugin, folder / "plugin.so")
+        tokenizer_folder(folder / "tokenizer")
+        return manifest(folder, decoder=model.decoder, tokenizer="tokenizer", hash_=abi_hash())
+
+    return write_bundle(tmp_path_factory.mktemp("bundles") / "tiny", fill)
+
+
+def manifest(folder, decoder, tokenizer, hash_):
+    return Manifest(
+        kiln_version="0",
+        created="2026-01-01T00:00:00Z",
+        name="tiny",
+        model=ModelRecord(source="tiny", architecture="tiny", sha256="0" * 64, parameters=1),
+        sku=SkuRecord(name="cpu-avx2", arch="x86-64-v3"),
+        backend=BackendRecord(name="onnxruntime", version="1.31", provider="CPUExecutionProvider"),
+        precision="fp32",
+        tokenizer=tokenizer,
+        inputs=(),
+        outputs=(),
+        decoder=decoder,
+        plugins=(PluginRecord(file="plugin.so", operator="kiln::PagedAttention", abi_hash=hash_),),
+        files=file_records(folder),
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(bundle):
+    with Engine.open(bundle.path, max_running=16, tokens_per_step=64) as engine:
+        yield engine
+
+
+def greedy_by_numpy(model, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model.logits(tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_16_prompts_together_give_token_by_token_what_each_gives_alone(engine, tiny_model):
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+    together = engine.generate(PROMPTS, sampling)
+    alone = [engine.generate([prompt], sampling)[0] for prompt in PROMPTS]
+    assert together == alone
+    model = tiny_model()
+    for prompt, completion in list(zip(PROMPTS, together, strict=True))[::3]:
+        assert list(completion.token_ids) == greedy_by_numpy(model, prompt, 20)
+    assert engine.free_blocks == engine.backend.num_blocks
+
+
+def test_seeds_give_the_same_alone_and_together(engine):
+    requests = [
+        Request(tuple(p), SamplingParams(temperature=0.9, top_k=20, top_p=0.95, seed=i, max_tokens=15))
+        for i, p in enumerate(PROMPTS)
+    ]
+    together = engine.generate(requests)
+    assert together == [engine.generate([request])[0] for request in requests]
+    reseeded = [Request(r.prompt, dataclasses.replace(r.sampling, seed=99)) for r in requests]
+    assert engine.generate(reseeded) != together
+
+
+def test_text_streams_and_stops_at_a_string_over_token_borders(engine):
+    whole = engine.generate(["HELLO"], SamplingParams(max_tokens=30, ignore_eos=True))[0]
+    assert len(whole.text) == sum(token != 0 for token in whole.token_ids)
+    stop = whole.text[7:10]
+    at = whole.text.index(stop)
+    chunks = list(engine.submit(Request("HELLO", SamplingParams(max_tokens=30, ignore_eos=True, stop=(stop,)))))
+    assert "".join(chunk.text for chunk in chunks) == whole.text[:at]
+    assert chunks[-1].finish_reason == "stop"
+    assert sum(len(chunk.token_ids) for chunk in chunks) < 30
+
+
+def test_async_streams(engine):
+    async def main():
+        streams = [engine.submit(Request(tuple(p), SamplingParams(max_tokens=5, ignore_eos=True))) for p in PROMPTS]
+        return [[t async for chunk in stream for t in chunk.token_ids] for stream in streams]
+
+    expected = engine.generate(PROMPTS, SamplingParams(max_tokens=5, ignore_eos=True))
+    assert asyncio.run(main()) == [list(c.token_ids) for c in expected]
+
+
+def test_cancel_in_the_middle(engine):
+    stream = engine.submit(Request(tuple(PROMPTS[3]), SamplingParams(ignore_eos=True)))
+    first = next(stream)
+    stream.cancel()
+    completion = stream.result(10)
+    assert completion.finish_reason == "cancelled"
+    assert completion.token_ids[:1] == first.token_ids
+    assert len(completion.token_ids) < 256 - 5
+    assert engine.free_blocks == engine.backend.num_blocks
+
+
+def test_a_prompt_beyond_the_context(engine):
+    assert engine.max_length == 256
+    with pytest.raises(KilnError, match=r"the prompt has 300 tokens, the engine holds 256"):
+        engine.generate([[1] * 300])
+    last = engine.generate([[1] * 255], SamplingParams(max_tokens=100))[0]
+    assert len(last.token_ids) == 1
+    assert last.finish_reason in ("length", "stop")
+
+
+def test_few_blocks_make_requests_wait_but_change_no_token(bundle, engine):
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+    expected = engine.generate(PROMPTS, sampling)
+    with Engine.open(bundle.path, kv_blocks=24, max_running=4, tokens_per_step=5, threads=1) as small:
+        assert small.generate(PROMPTS, sampling) == expected
+        assert small.free_blocks == 24
+
+
+def test_default_pool_holds_max_running_contexts(engine):
+    assert engine.backend.num_blocks == 16 * 256 // 8
+
+
+def test_a_plugin_of_another_abi_is_refused(bundle, tmp_path):
+    def fill(folder):
+        for name in ("engine.onnx", "plugin.so"):
+            shutil.copy(bundle.path / name, folder / name)
+        return manifest(folder, decoder=bundle.manifest.decoder, tokenizer=None, hash_="f" * 64)
+
+    other = write_bundle(tmp_path / "other", fill)
+    assert open_bundle(other.path)
+    with pytest.raises(KilnError, match="implements kiln::PagedAttention with ABI ffffffffffff, this Kiln expects"):
+        Engine.open(other.path)
+
+
+class Watched:
+    """A session that says when it is inside a step."""
+
+    def __init__(self, session):
+        self.session = session
+        self.inside = False
+
+    def run_with_iobinding(self, binding):
+        self.inside = True
+        self.session.run_with_iobinding(binding)
+        self.inside = False
+
+
+def test_other_threads_run_while_a_step_computes(tiny_model, cpu_plugin):
+    """The step must not hold Python's lock, or nothing could be tokenised or sent meanwhile."""
+    model = tiny_model()
+    backend = OnnxRuntimeDecoder(model.path, model.kv, 32, plugins=[cpu_plugin], threads=1)
+    backend._session = watched = Watched(backend._session)
+    thread = threading.Thread(target=lambda: [list(score(backend, [1] * 256, 256)) for _ in range(40)])
+    thread.start()
+    counted = 0
+    while thread.is_alive():
+        counted += watched.inside
+    assert counted > 100
+    backend.close()
