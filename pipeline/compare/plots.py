@@ -111,6 +111,8 @@ def _text_plots(report: ComparisonReport, curves: Curves) -> list[Plot]:
 
 
 def _greedy_plot(report: ComparisonReport) -> Plot:
+    from matplotlib.ticker import MaxNLocator
+
     rows = report.prompts
 
     def draw(axes: "Axes") -> None:
@@ -118,6 +120,7 @@ def _greedy_plot(report: ComparisonReport) -> Plot:
         axes.barh(places, [row.tokens for row in rows], 0.62, color=GRID)
         axes.barh(places, [row.agreed for row in rows], 0.62, color=SIDE_A)
         axes.set_yticks(places, [f"{row.prompt_tokens} tokens" for row in rows])
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel="tokens that agree before the first difference", xlim=(0, max(row.tokens for row in rows)))
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
@@ -135,8 +138,8 @@ def _output_plot(report: ComparisonReport) -> Plot:
         lowest, highest = _decades([value for row in rows for value in (row.max_abs, row.mean_abs)] + [limit])
         places = range(len(rows))
         for offset, color, label, values in (
-            (-0.19, SIDE_B, "max", [row.max_abs for row in rows]),
-            (0.19, SIDE_A, "mean", [row.mean_abs for row in rows]),
+            (-0.19, SIDE_A, "max", [row.max_abs for row in rows]),
+            (0.19, MUTED, "mean", [row.mean_abs for row in rows]),
         ):
             axes.barh([i + offset for i in places], [max(v, lowest) for v in values], 0.36, color=color, label=label)
         axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=1.2)
@@ -149,7 +152,7 @@ def _output_plot(report: ComparisonReport) -> Plot:
         axes.grid(axis="y", visible=False)
         axes.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 0.98), labelcolor=INK)
 
-    sentence = f"Over {number(sum(row.elements for row in rows))} elements; the dashed line is the absolute limit."
+    sentence = f"Over {sum(row.elements for row in rows):,} elements; the dashed line is the absolute limit."
     return _plot("Error by output", sentence, draw, max(_HEIGHT, 1.0 + 2 * _ROW * len(rows)))
 
 
@@ -165,10 +168,10 @@ def _log_line(axes: "Axes", x: Sequence[int], values: Sequence[float], limit: fl
 
 
 def _decades(values: Sequence[float]) -> tuple[float, float]:
-    """Powers of ten around all positive values, at least one apart, so that an axis has two labels."""
+    """Powers of ten around all positive values, with some room, so that an axis has two labels or more."""
     positive = [value for value in values if value > 0 and math.isfinite(value)] or [1e-9]
-    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
-    return 10.0**low, 10.0 ** max(high, low + 1)
+    low, high = math.floor(math.log10(min(positive) / 1.3)), math.ceil(math.log10(max(positive) * 1.3))
+    return 10.0**low, 10.0**high
 
 
 def _shortened(name: str) -> str:
