@@ -134,7 +134,7 @@ def _compile(variant: _Variant, compiler: list[str], library: Path) -> None:
     """Compiles next to `library` and renames into place, so that a half-written library is never seen."""
     with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         folder = Path(temporary)
-        jobs = [(source, Path(source).stem, ()) for source in _SOURCES]
+        jobs: list[tuple[str, str, tuple[str, ...]]] = [(source, Path(source).stem, ()) for source in _SOURCES]
         jobs += [(_KERNELS, f"kernels_{isa}", (f"-DKILN_ISA={isa}", *flags)) for isa, flags in _isas().items()]
         commands = [
             [*compiler, *variant.compile_flags, *flags, "-c", str(_ROOT / source), "-o", str(folder / f"{name}.o")]

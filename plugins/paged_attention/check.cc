@@ -13,13 +13,22 @@ std::string text(const Parts&... parts) {
   return out.str();
 }
 
+std::string check_cumulative(const PagedAttention& call) {
+  if (call.cumulative[0] != 0)
+    return text("cumulative_sequence_length must start with 0: found ", call.cumulative[0]);
+  for (int64_t seq = 0; seq < call.seqs; seq++) {
+    const int64_t begin = call.cumulative[seq], end = call.cumulative[seq + 1];
+    if (end < begin)
+      return text("cumulative_sequence_length must ascend: found ", begin, " then ", end, " at sequence ", seq);
+  }
+  if (call.cumulative[call.seqs] != call.tokens)
+    return text("cumulative_sequence_length must end with the number of tokens: found ", call.cumulative[call.seqs],
+                ", expected ", call.tokens);
+  return {};
+}
+
 std::string check_sequence(const PagedAttention& call, int64_t seq) {
   const int64_t begin = call.cumulative[seq], end = call.cumulative[seq + 1];
-  if (end < begin)
-    return text("cumulative_sequence_length must ascend: found ", begin, " then ", end, " at sequence ", seq);
-  if (end > call.tokens)
-    return text("cumulative_sequence_length exceeds the ", call.tokens, " tokens of query: found ", end,
-                " at sequence ", seq);
   if (end == begin) return {};
   const int64_t past = call.past[seq];
   if (past < 0) return text("past_seqlens must not be negative: found ", past, " at sequence ", seq);
@@ -44,15 +53,9 @@ std::string check_sequence(const PagedAttention& call, int64_t seq) {
 }  // namespace
 
 std::string check(const PagedAttention& call) {
-  if (call.cumulative[0] != 0)
-    return text("cumulative_sequence_length must start with 0: found ", call.cumulative[0]);
-  for (int64_t seq = 0; seq < call.seqs; seq++) {
-    std::string problem = check_sequence(call, seq);
-    if (!problem.empty()) return problem;
-  }
-  if (call.cumulative[call.seqs] != call.tokens)
-    return text("cumulative_sequence_length must end with the number of tokens: found ", call.cumulative[call.seqs],
-                ", expected ", call.tokens);
+  std::string problem = check_cumulative(call);
+  for (int64_t seq = 0; problem.empty() && seq < call.seqs; seq++) problem = check_sequence(call, seq);
+  if (!problem.empty()) return problem;
   for (int64_t token = 0; token < call.tokens; token++) {
     const int64_t slot = call.slots[token];
     if (slot < -1 || slot >= call.blocks * call.block_size)

@@ -90,7 +90,7 @@ def attention(inputs: Inputs, attributes: Attributes) -> NDArray[np.float64]:
                     scores = attributes.softcap * np.tanh(scores / attributes.softcap)
                 weights = np.exp(scores - scores.max())
                 output[token, head] = weights @ values[:, head // group] / weights.sum()
-    return output.reshape(len(output), -1)
+    return output.reshape(len(output), attributes.num_heads * head_dim)
 
 
 def _new_tokens(inputs: Inputs, seq: int) -> list[tuple[int, int]]:
@@ -108,10 +108,10 @@ def _rotated(heads: NDArray[np.float64], position: int, inputs: Inputs, attribut
     cos, sin = inputs.cos_cache[position].astype(np.float64), inputs.sin_cache[position].astype(np.float64)
     half = len(cos)
     if attributes.rotary_interleaved:
-        first, second = np.s_[:, 0 : 2 * half : 2], np.s_[:, 1 : 2 * half : 2]
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     else:
-        first, second = np.s_[:, :half], np.s_[:, half : 2 * half]
+        first, second = slice(0, half), slice(half, 2 * half)
     out = heads.copy()
-    out[first] = heads[first] * cos - heads[second] * sin
-    out[second] = heads[second] * cos + heads[first] * sin
+    out[:, first] = heads[:, first] * cos - heads[:, second] * sin
+    out[:, second] = heads[:, second] * cos + heads[:, first] * sin
     return out
