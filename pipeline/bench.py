@@ -1,0 +1,327 @@
+"""`kiln bench`: how fast a bundle runs here, and how far each figure is from what this machine could do at best.
+
+Speed is taken through the runtime that serves requests. Limits are measured in the same run: L_read, bytes/s
+that the threads read from memory, and L_product, FP32 operations/s of ONNX Runtime's MatMul, best over a few
+shapes. With them, floors (the best values possible; `pipeline.floors` counts operations and bytes):
+
+    prefill n       n / max(prefill operations(n) / L_product, weight bytes / L_read)         tokens/s
+    decode, batch b b / max(decode bytes(b, c) / L_read, decode operations(b, c) / L_product)  tokens/s
+                    where c is the mean context of the measured steps
+    first token n   max(prefill operations(n) / L_product, weight bytes / L_read)             s
+    peak memory     weight bytes + bytes of the keys and values held at once                  bytes
+    latency b       max(operations(b) / L_product, weight bytes / L_read)                     s
+    throughput b    b / that latency                                                          samples/s
+
+The ratio is how much of the floor is reached: 1 is the limit, 0.5 half of it.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from engines.bundle import EngineBundle, open_bundle
+from engines.runtime.engine import Engine
+from engines.runtime.request import Request, SamplingParams
+from passes.onnx_model import DecoderSpec, load_structure
+from pipeline.compare.inputs import input_specs_from_graph, sample_of_batch
+from pipeline.compare.machine import machine_description, package_versions
+from pipeline.floors import decoder_work_from_graph, plain_operations, weight_bytes
+from pipeline.limits import Limits, measure_limits, peak_memory, reset_peak_memory
+from pipeline.progress import Progress
+from plugins.errors import KilnError
+from plugins.measure import usable_cpus
+
+_DECODE_PROMPT = 128
+_DECODE_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Options of a measurement. Prompt lengths in tokens; a model with a shorter context gets the longest it holds."""
+
+    threads: int | None = None
+    repetitions: int = 3
+    prompt_lengths: tuple[int, ...] = (512, 2048)
+    decode_batches: tuple[int, ...] = (1, 16)
+    batches: tuple[int, ...] = (1, 8)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.repetitions < 1:
+            raise KilnError(f"repetitions is {self.repetitions}; expected at least 1")
+        if self.threads is not None and self.threads < 1:
+            raise KilnError(f"threads is {self.threads}; expected at least 1, or none for every CPU")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Median, lowest and highest of the repetitions. `floor` is the best possible value, None where it is unknown."""
+
+    name: str
+    title: str
+    unit: str
+    median: float
+    lowest: float
+    highest: float
+    floor: float | None
+    bound_by: str
+    higher_is_better: bool = True
+
+    @property
+    def ratio(self) -> float | None:
+        """Share of the floor that is reached, at most about 1."""
+        if not self.floor:
+            return None
+        return self.median / self.floor if self.higher_is_better else self.floor / self.median
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """Everything that one measurement found."""
+
+    created: str
+    bundle: str
+    sha256: str
+    name: str
+    threads: int
+    repetitions: int
+    machine: Mapping[str, str]
+    versions: Mapping[str, str]
+    limits: Limits
+    figures: tuple[Figure, ...]
+
+    def to_json(self) -> str:
+        """One line."""
+        document = asdict(self)
+        document["figures"] = [{**asdict(figure), "ratio": figure.ratio} for figure in self.figures]
+        return json.dumps(document, allow_nan=False)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Values of the repetitions, and what the floor is computed from."""
+
+    name: str
+    title: str
+    unit: str
+    values: list[float]
+    operations: float | None
+    read: float
+    units_of_work: float  # tokens or samples that the operations and bytes stand for; 0 for a time
+    higher_is_better: bool = True
+
+
+def bench(bundle_path: Path, config: BenchConfig, progress: Progress) -> BenchReport:
+    """Measure a bundle on this machine. Raises KilnError for a bundle that must not be opened."""
+    bundle = open_bundle(bundle_path)
+    threads = config.threads or usable_cpus()
+    reset_peak_memory()
+    with progress.stage("open"):
+        engine = Engine.open(bundle_path, max_running=max(config.decode_batches), threads=threads)
+    with engine:
+        decoder = bundle.manifest.decoder
+        if decoder is None:
+            samples, memory_floor = _bench_plain(engine, bundle, config, progress)
+        else:
+            samples, memory_floor = _bench_decoder(engine, bundle, decoder, config, progress)
+        memory = peak_memory()
+    with progress.stage("measure this machine's limits"):
+        limits = measure_limits(threads)
+    figures = [_figure_from_sample(sample, limits) for sample in samples]
+    if memory is not None:
+        figures.append(
+            Figure(
+                "peak_memory", "peak memory", "bytes", memory, memory, memory, memory_floor, "weights and cache", False
+            )
+        )
+    return BenchReport(
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        bundle=str(bundle_path),
+        sha256=bundle.sha256,
+        name=bundle.manifest.name,
+        threads=threads,
+        repetitions=config.repetitions,
+        machine=machine_description(),
+        versions={"kiln": bundle.manifest.kiln_version, **package_versions("onnxruntime")},
+        limits=limits,
+        figures=tuple(figures),
+    )
+
+
+def _figure_from_sample(sample: _Sample, limits: Limits) -> Figure:
+    reading = sample.read / limits.read_bandwidth
+    computing = None if sample.operations is None else sample.operations / limits.product_rate
+    seconds = None if computing is None else max(reading, computing)
+    floor = None if seconds is None else (sample.units_of_work / seconds if sample.higher_is_better else seconds)
+    bound_by = "unknown: shapes not inferred" if computing is None else "products" if computing > reading else "reading"
+    return Figure(
+        name=sample.name,
+        title=sample.title,
+        unit=sample.unit,
+        median=statistics.median(sample.values),
+        lowest=min(sample.values),
+        highest=max(sample.values),
+        floor=floor,
+        bound_by=bound_by,
+        higher_is_better=sample.higher_is_better,
+    )
+
+
+def _bench_decoder(
+    engine: Engine, bundle: EngineBundle, decoder: DecoderSpec, config: BenchConfig, progress: Progress
+) -> tuple[list[_Sample], float]:
+    """Samples, and the least memory in bytes."""
+    work = decoder_work_from_graph(bundle.engine_path, decoder)
+    generator = np.random.default_rng(config.seed)
+    longest = engine.max_length - 1
+
+    def prompt(tokens: int) -> tuple[int, ...]:
+        return tuple(generator.integers(0, decoder.vocab_size, tokens).tolist())
+
+    with progress.stage("warm up"):
+        engine.generate([prompt(min(64, longest))], SamplingParams(max_tokens=1))
+    samples, held = [], 0.0
+    lengths = sorted({min(length, longest) for length in config.prompt_lengths})
+    for length in lengths:
+        with progress.stage(f"prefill {length}"):
+            times = [_first_token_seconds(engine, prompt(length)) for _ in range(config.repetitions)]
+        operations = work.prefill_operations(length)
+        samples.append(
+            _Sample(
+                f"prefill_{length}",
+                f"prefill, {length} tokens",
+                "tokens/s",
+                [length / seconds for seconds in times],
+                operations,
+                work.weight_bytes,
+                length,
+            )
+        )
+        if length == lengths[0]:
+            title = f"first token, {length} tokens"
+            first = _Sample("first_token", title, "s", times, operations, work.weight_bytes, 0, False)
+        held = max(held, length + 1)
+    for batch in config.decode_batches:
+        new = min(_DECODE_TOKENS, max(engine.max_length // 2, 1))
+        start = min(_DECODE_PROMPT, engine.max_length - new)
+        with progress.stage(f"decode, batch {batch}"):
+            runs = [_decode_rate(engine, [prompt(start) for _ in range(batch)], new) for _ in range(config.repetitions)]
+        context = start + new / 2
+        samples.append(
+            _Sample(
+                f"decode_batch_{batch}",
+                f"decode, batch {batch}, context {context:.0f}",
+                "tokens/s",
+                runs,
+                work.decode_operations(batch, context),
+                work.decode_bytes(batch, context),
+                batch,
+            )
+        )
+        held = max(held, batch * (start + new))
+    return [*samples, first], work.weight_bytes + held * work.kv_bytes_per_token
+
+
+def _first_token_seconds(engine: Engine, prompt: tuple[int, ...]) -> float:
+    """Wall time from submitting to the first token."""
+    request = Request(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    start = time.perf_counter()
+    next(engine.submit(request))
+    return time.perf_counter() - start
+
+
+def _decode_rate(engine: Engine, prompts: list[tuple[int, ...]], tokens: int) -> float:
+    """Tokens/s of all sequences together while all of them decode.
+
+    The last one submitted starts last, so its tokens tell the steps' times until the first ones end.
+    """
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    streams = [engine.submit(Request(prompt, sampling)) for prompt in prompts]
+    times = []
+    for _ in streams[-1]:
+        times.append(time.perf_counter())
+        if streams[0].done and len(prompts) > 1:
+            break
+    for stream in streams:
+        stream.result()
+    if len(times) > 2:
+        times = times[:-1]  # the step in which the first sequence ended may have been a smaller one
+    if len(times) < 2:
+        raise KilnError(f"{tokens} tokens a sequence are too few to measure decoding; the context is too short")
+    return len(prompts) * (len(times) - 1) / (times[-1] - times[0])
+
+
+def _bench_plain(
+    engine: Engine, bundle: EngineBundle, config: BenchConfig, progress: Progress
+) -> tuple[list[_Sample], float]:
+    """Samples, and the least memory in bytes."""
+    tensors = [(record.name, record.dtype, record.shape) for record in bundle.manifest.inputs]
+    specs = input_specs_from_graph(load_structure(bundle.engine_path), tensors)
+    read = weight_bytes(bundle.engine_path)
+    samples = []
+    for batch in config.batches:
+        feeds = sample_of_batch(specs, batch, config.seed)
+        shapes = {name: value.shape for name, value in feeds.items()}
+        batch_of_feeds = next((shape[0] for shape in shapes.values() if shape), 1)
+        if batch_of_feeds != batch:
+            progress.note(f"batch {batch} left out: the model's batch is fixed at {batch_of_feeds}")
+            continue
+        with progress.stage(f"batch {batch}"):
+            times = _seconds_of_calls(lambda feeds=feeds: engine.infer(feeds), config.repetitions)  # type: ignore[misc]
+        operations = plain_operations(bundle.engine_path, shapes)
+        form = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        rates = [batch / seconds for seconds in times]
+        samples.append(_Sample(f"latency_batch_{batch}", f"latency, {form}", "s", times, operations, read, 0, False))
+        samples.append(
+            _Sample(
+                f"throughput_batch_{batch}", f"throughput, batch {batch}", "samples/s", rates, operations, read, batch
+            )
+        )
+    return samples, read
+
+
+def _seconds_of_calls(call: Callable[[], object], repetitions: int) -> list[float]:
+    """Mean seconds a call in each of `repetitions` rounds of at least 0.3 s, after one call to warm up."""
+    call()
+    rounds = []
+    for _ in range(repetitions):
+        calls, start = 0, time.perf_counter()
+        while calls == 0 or time.perf_counter() - start < 0.3:
+            call()
+            calls += 1
+        rounds.append((time.perf_counter() - start) / calls)
+    return rounds
+
+
+def table_from_report(report: BenchReport) -> RenderableType:
+    """The report as the terminal shows it."""
+    title = f"{report.name} on {report.machine['cpu']}, {report.threads} threads, {report.repetitions} repetitions"
+    table = Table(title=title, title_justify="left")
+    for heading in ("figure", "median", "lowest", "highest", "floor", "of floor", "bound by"):
+        table.add_column(heading, justify="left" if heading in ("figure", "bound by") else "right")
+    for figure in report.figures:
+        values = [_shown(value, figure.unit) for value in (figure.median, figure.lowest, figure.highest, figure.floor)]
+        ratio = "" if figure.ratio is None else f"{figure.ratio:.0%}"
+        table.add_row(figure.title, *values, ratio, figure.bound_by)
+    limits = (
+        f"Limits measured in this run: reading {report.limits.read_bandwidth / 1e9:.1f} GB/s, "
+        f"matrix products {report.limits.product_rate / 1e9:.0f} Gop/s ({report.limits.product_shape})."
+    )
+    return Group(table, limits)
+
+
+def _shown(value: float | None, unit: str) -> str:
+    if value is None:
+        return "unknown"
+    if unit == "bytes":
+        return f"{value / 2**20:,.0f} MiB"
+    if unit == "s":
+        return f"{value * 1e3:,.2f} ms"
+    return f"{value:,.1f} {unit}"

@@ -1,0 +1,28 @@
+"""`kiln bench`: options and output; the work is in `pipeline.bench`."""
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from pipeline.bench import BenchConfig, bench, table_from_report
+from pipeline.progress import Progress
+
+_DEFAULTS = BenchConfig()
+
+
+@click.command("bench")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--threads", type=int, help="Threads of one step.  [default: every CPU this process may use]")
+@click.option("--repetitions", type=int, default=_DEFAULTS.repetitions, show_default=True, help="Runs of each figure.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line on standard output.")
+def bench_command(bundle: Path, threads: int | None, repetitions: int, as_json: bool) -> None:
+    """Measure BUNDLE on this machine, and each figure against the machine's own limits.
+
+    Language models: prefill, decode, first token, peak memory. Others: latency and throughput.
+    """
+    report = bench(bundle, BenchConfig(threads=threads, repetitions=repetitions), Progress())
+    if as_json:
+        click.echo(report.to_json())
+    else:
+        Console().print(table_from_report(report))

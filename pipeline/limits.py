@@ -1,0 +1,81 @@
+"""This machine's limits, measured: what floors are computed from. And how much memory this process took.
+
+The rate of matrix products is ONNX Runtime's own FP32 MatMul, because that is what engines run on; how far it
+is from the processor's peak is the plugins' business (`plugins.measure.fp32_peak`).
+"""
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from plugins.measure import read_bandwidth
+
+_SHAPES = ((512, 576, 1536), (512, 1536, 576), (1024, 1024, 1024), (2048, 1024, 2048))
+"""Rows, inner length, columns: from a small decoder's to a large square."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`read_bandwidth` in bytes/s; `product_rate` in operations/s, two a multiply-add, at `product_shape`."""
+
+    read_bandwidth: float
+    product_rate: float
+    product_shape: str
+
+
+def measure_limits(threads: int) -> Limits:
+    """Takes about 3 s and, for a moment, 512 MiB."""
+    rates = {shape: _product_rate(*shape, threads) for shape in _SHAPES}
+    best = max(rates, key=lambda shape: rates[shape])
+    return Limits(
+        read_bandwidth=read_bandwidth(threads=threads),
+        product_rate=rates[best],
+        product_shape="x".join(map(str, best)),
+    )
+
+
+def _product_rate(rows: int, inner: int, columns: int, threads: int, seconds: float = 0.5) -> float:
+    """Operations/s of the fastest of the calls that fit in `seconds`."""
+    import onnx
+    import onnxruntime
+
+    generator = np.random.default_rng(0)
+    weight = generator.standard_normal((inner, columns), dtype=np.float32)
+    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "product",
+        [helper.make_tensor_value_info("x", kind, [rows, inner])],
+        [helper.make_tensor_value_info("y", kind, [rows, columns])],
+        [onnx.numpy_helper.from_array(weight, "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    feeds = {"x": generator.standard_normal((rows, inner), dtype=np.float32)}
+    session.run(None, feeds)
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        session.run(None, feeds)
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * rows * inner * columns / best
+
+
+def reset_peak_memory() -> None:
+    """Let this process's peak start from what it holds now, where Linux allows it."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> float | None:
+    """Most bytes of resident memory so far (VmHWM); None where the system does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return float(line.split()[1]) * 1024
+    return None
