@@ -28,7 +28,7 @@ class SamplingParams:
     top_k: int | None = None
     """Keep only the k most likely tokens; None keeps all."""
     top_p: float = 1.0
-    """Keep the fewest most likely tokens whose probability reaches top_p; 1 keeps all."""
+    """Keep the fewest most likely tokens whose probability reaches top_p, and their equals; 1 keeps all."""
     seed: int | None = None
     """Seed of this request's own generator; None draws one from the operating system."""
     max_tokens: int | None = None

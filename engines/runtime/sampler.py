@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engines.runtime.request import SamplingParams
 
-_NUCLEUS_START = 512
+_FIRST_CANDIDATES = 512
 
 
 class NonFiniteLogitsError(ArithmeticError):
@@ -56,29 +56,23 @@ def sample_row(logits: NDArray[np.float32], params: SamplingParams, generator: n
     # The maximum is subtracted before dividing, so that a tiny temperature cannot overflow.
     weights = np.exp((logits - logits.max()).astype(np.float64) / params.temperature)
     if params.top_p < 1:
-        nucleus = _nucleus(weights, params.top_p)
-        weights = weights[nucleus]
-        kept = nucleus if kept is None else kept[nucleus]
+        weights[weights < _nucleus_threshold(weights, params.top_p)] = 0
     cumulative = np.cumsum(weights)
-    # random() < 1, and side="right" skips entries of weight zero; the minimum guards the last rounding.
-    drawn = int(np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right"))
-    drawn = min(drawn, len(cumulative) - 1)
+    # side="right" skips entries of weight zero; should the product round up to the total, the last other one is meant.
+    last = np.searchsorted(cumulative, cumulative[-1])
+    drawn = int(min(np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right"), last))
     return drawn if kept is None else int(kept[drawn])
 
 
-def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
-    """Indices of the fewest largest weights whose sum reaches top_p of the total, largest first.
+def _nucleus_threshold(weights: NDArray[np.float64], top_p: float) -> np.float64:
+    """The smallest of the fewest largest weights whose sum reaches top_p of the total.
 
-    Sorts a growing number of candidates instead of the vocabulary: the nucleus is usually small.
+    Values are sorted, not indices, which is several times faster; and first only the largest, which mostly suffice.
     """
     target = top_p * weights.sum()
-    count = min(_NUCLEUS_START, len(weights))
-    while True:
-        candidates = np.argpartition(weights, -count)[-count:] if count < len(weights) else np.arange(len(weights))
-        order = candidates[np.argsort(-weights[candidates], kind="stable")]
-        needed = int(np.searchsorted(np.cumsum(weights[order]), target)) + 1
-        if needed <= count:
-            return order[:needed]
-        if count == len(weights):  # the last sum may round to just below the target
-            return order
-        count = min(count * 8, len(weights))
+    for count in (min(_FIRST_CANDIDATES, len(weights)), len(weights)):
+        ordered = np.sort(np.partition(weights, -count)[-count:])[::-1]
+        reached = int(np.searchsorted(np.cumsum(ordered), target))
+        if reached < count:
+            return ordered[reached]
+    return ordered[-1]  # the last sum was rounded to below the target

@@ -59,7 +59,7 @@ def test_only_tokens_of_the_kept_set_are_drawn(size, temperature, top_k, top_p, 
     assert all(kept[sample_row(logits, params, generator)] for _ in range(10))
 
 
-def test_a_nucleus_wider_than_the_first_candidates_equals_the_full_sort():
+def test_a_wide_nucleus_equals_the_textbook_one():
     logits = np.random.default_rng(3).normal(size=20_000).astype(np.float32) * 0.1
     params = SamplingParams(temperature=1.0, top_p=0.9)
     kept = expected_distribution(logits, params) > 0
