@@ -109,7 +109,13 @@ class OnnxRuntimeDecoder:
         for layer in range(len(self.kv.layers)):
             shape = self.kv.cache_shape(layer, self.num_blocks)
             for source, target in zip(cache_names(layer), cache_output_names(layer), strict=True):
-                caches[source] = value = _zeroed(shape, self.kv.dtype)
+                try:
+                    caches[source] = value = _zeroed(shape, self.kv.dtype)
+                except MemoryError as error:
+                    size = self.num_blocks * self.kv.bytes_per_block / 2**30
+                    raise KilnError(
+                        f"the system refuses {size:.2f} GiB for {self.num_blocks} cache blocks; lower kv_blocks"
+                    ) from error
                 self._binding.bind_ortvalue_input(source, value)
                 self._binding.bind_ortvalue_output(target, value)
         return caches

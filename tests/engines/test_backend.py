@@ -131,6 +131,16 @@ def test_what_cannot_be_opened_says_why(tiny_model, cpu_plugin, change, message)
         OnnxRuntimeDecoder(model.path, **arguments)
 
 
+def test_memory_that_the_system_refuses_is_named(tiny_model, cpu_plugin, monkeypatch):
+    def refuse(*_):
+        raise MemoryError
+
+    model = tiny_model()
+    monkeypatch.setattr("engines.backends.onnxruntime._zeroed", refuse)
+    with pytest.raises(KilnError, match=r"refuses 0\.00 GiB for 4 cache blocks; lower kv_blocks"):
+        OnnxRuntimeDecoder(model.path, model.kv, 4, plugins=[cpu_plugin])
+
+
 def test_damaged_and_missing_files(tiny_model, cpu_plugin, tmp_path):
     model = tiny_model()
     with pytest.raises(KilnError, match=r"none\.onnx does not exist"):

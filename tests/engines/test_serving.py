@@ -3,9 +3,12 @@
 import asyncio
 import dataclasses
 import shutil
+import subprocess
+import sys
 import threading
 
 import numpy as np
+import onnx
 import pytest
 
 from engines.backends.onnxruntime import OnnxRuntimeDecoder
@@ -64,7 +67,7 @@ def manifest(folder, decoder, tokenizer, hash_):
         inputs=(),
         outputs=(),
         decoder=decoder,
-        plugins=(PluginRecord(file="plugin.so", operator="kiln::PagedAttention", abi_hash=hash_),),
+        plugins=(PluginRecord(file="plugin.so", operator="kiln::PagedAttention", abi_hash=hash_),) if hash_ else (),
         files=file_records(folder),
     )
 
@@ -154,6 +157,44 @@ def test_few_blocks_make_requests_wait_but_change_no_token(bundle, engine):
 
 def test_default_pool_holds_max_running_contexts(engine):
     assert engine.backend.num_blocks == 16 * 256 // 8
+
+
+def test_a_bundle_without_a_cache_infers_and_generates_nothing(tmp_path):
+    def fill(folder):
+        value = onnx.helper.make_tensor_value_info
+        graph = onnx.helper.make_graph(
+            [onnx.helper.make_node("Add", ["x", "x"], ["twice"])],
+            "twice",
+            [value("x", 1, ["n"])],
+            [value("twice", 1, ["n"])],
+        )
+        onnx.save(
+            onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10),
+            folder / "engine.onnx",
+        )
+        return manifest(folder, decoder=None, tokenizer=None, hash_=None)
+
+    with Engine.open(write_bundle(tmp_path / "twice", fill).path) as engine:
+        assert engine.infer({"x": np.ones(3, np.float32)})["twice"].tolist() == [2, 2, 2]
+        for use in (lambda: engine.generate([[1]]), lambda: engine.submit(Request((1,))), lambda: engine.backend):
+            with pytest.raises(KilnError, match="has no KV cache and generates no tokens; use infer"):
+                use()
+        with pytest.raises(KilnError, match="tiny has no tokenizer"):
+            _ = engine.tokenizer
+    with pytest.raises(KilnError, match="closed"):
+        engine.infer({"x": np.ones(3, np.float32)})
+
+
+def test_a_program_may_end_while_requests_run(bundle):
+    code = (
+        "from engines.runtime.engine import Engine\n"
+        "from engines.runtime.request import Request, SamplingParams\n"
+        f"engine = Engine.open({str(bundle.path)!r}, threads=1)\n"
+        "streams = [engine.submit(Request((1, 2, 3), SamplingParams(ignore_eos=True))) for _ in range(40)]\n"
+        "print(len(next(streams[0]).token_ids))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
 def test_a_plugin_of_another_abi_is_refused(bundle, tmp_path):
