@@ -15,9 +15,12 @@ constexpr int kStep = 16;  // positions per step
 // Query rows per register tile: four positions x rows accumulators must fit the registers.
 constexpr int kRowTile = kWidth == 16 ? 4 : 3;
 
-// scores[r * kStep + i] = q[r] . keys[i][offset ..], for kRows rows of q and kStep positions.
-template <int kRows, typename K>
-KILN_INLINE void score_rows(const K* const* keys, int64_t offset, const float* q, int64_t dim, int64_t padded,
+KILN_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// scores[r * kStep + i] = q[r] . keys[i][offset ..], for kRows rows of q and kStep positions. With kAhead, asks for the
+// same part of the rows `next` line by line meanwhile: evenly spread requests do not fill the miss queue in bursts.
+template <int kRows, bool kAhead, typename K>
+KILN_INLINE void score_rows(const K* const* keys, const K* const* next, int64_t offset, const float* q, int64_t dim, int64_t padded,
                             float* scores) {
   Vec quads[kRows][4];
 #pragma GCC unroll 4
@@ -38,7 +41,13 @@ KILN_INLINE void score_rows(const K* const* keys, int64_t offset, const float* q
       }
     };
     int64_t d = 0;
-    for (; d + kWidth <= dim; d += kWidth) add(d, load(k0 + d), load(k1 + d), load(k2 + d), load(k3 + d));
+    for (; d + kWidth <= dim; d += kWidth) {
+      if (kAhead) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) prefetch(next[4 * quad + i] + offset + d);
+      }
+      add(d, load(k0 + d), load(k1 + d), load(k2 + d), load(k3 + d));
+    }
     if (d < dim) {
       const int n = static_cast<int>(dim - d);
       add(d, load_part(k0 + d, n), load_part(k1 + d, n), load_part(k2 + d, n), load_part(k3 + d, n));
@@ -51,8 +60,8 @@ KILN_INLINE void score_rows(const K* const* keys, int64_t offset, const float* q
 }
 
 // acc[r][d .. d + kVecs * kWidth) += sum over i in [begin, end) of p[r * kStep + i] * values[i][offset + d ..].
-template <int kRows, int kVecs, bool kPart, typename V>
-KILN_INLINE void add_values_at(const V* const* values, int64_t offset, int begin, int end, const float* p, float* acc,
+template <int kRows, int kVecs, bool kPart, bool kAhead, typename V>
+KILN_INLINE void add_values_at(const V* const* values, const V* const* next, int64_t offset, int begin, int end, const float* p, float* acc,
                                int64_t padded, int part) {
   Vec sums[kRows][kVecs];
 #pragma GCC unroll 4
@@ -61,6 +70,10 @@ KILN_INLINE void add_values_at(const V* const* values, int64_t offset, int begin
     for (int c = 0; c < kVecs; c++) sums[r][c] = load(acc + r * padded + c * kWidth);
   for (int i = begin; i < end; i++) {
     const V* value = values[i] + offset;
+    if (kAhead) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kVecs; c++) prefetch(next[i] + offset + c * kWidth);
+    }
     Vec v[kVecs];
 #pragma GCC unroll 4
     for (int c = 0; c < kVecs; c++) v[c] = kPart ? load_part(value, part) : load(value + c * kWidth);
@@ -77,44 +90,54 @@ KILN_INLINE void add_values_at(const V* const* values, int64_t offset, int begin
     for (int c = 0; c < kVecs; c++) store(acc + r * padded + c * kWidth, sums[r][c]);
 }
 
-template <int kRows, typename V>
-KILN_INLINE void add_values(const V* const* values, int64_t offset, int begin, int end, const float* p, float* acc,
+template <int kRows, bool kAhead, typename V>
+KILN_INLINE void add_values(const V* const* values, const V* const* next, int64_t offset, int begin, int end, const float* p, float* acc,
                             int64_t dim, int64_t padded) {
   int64_t d = 0;
   for (; d + 4 * kWidth <= dim; d += 4 * kWidth)
-    add_values_at<kRows, 4, false>(values, offset + d, begin, end, p, acc + d, padded, 0);
+    add_values_at<kRows, 4, false, kAhead>(values, next, offset + d, begin, end, p, acc + d, padded, 0);
   for (; d + kWidth <= dim; d += kWidth)
-    add_values_at<kRows, 1, false>(values, offset + d, begin, end, p, acc + d, padded, 0);
+    add_values_at<kRows, 1, false, kAhead>(values, next, offset + d, begin, end, p, acc + d, padded, 0);
   if (d < dim)
-    add_values_at<kRows, 1, true>(values, offset + d, begin, end, p, acc + d, padded, static_cast<int>(dim - d));
+    add_values_at<kRows, 1, true, false>(values, next, offset + d, begin, end, p, acc + d, padded, static_cast<int>(dim - d));
 }
 
+// `next` null: nothing to ask for. Only the first register tile asks.
 template <typename K>
-static void score_any(int rows, const K* const* keys, int64_t offset, const float* q, int64_t dim, int64_t padded,
-                      float* scores) {
-  for (; rows >= kRowTile; rows -= kRowTile, q += kRowTile * padded, scores += kRowTile * kStep)
-    score_rows<kRowTile>(keys, offset, q, dim, padded, scores);
-  if (kRowTile > 3 && rows == 3) score_rows<3>(keys, offset, q, dim, padded, scores);
-  if (rows == 2) score_rows<2>(keys, offset, q, dim, padded, scores);
-  if (rows == 1) score_rows<1>(keys, offset, q, dim, padded, scores);
+static void score_any(int rows, const K* const* keys, const K* const* next, int64_t offset, const float* q,
+                      int64_t dim, int64_t padded, float* scores) {
+  while (rows > 0) {
+    const int n = rows < kRowTile ? rows : kRowTile;
+    switch (n + (next ? 4 : 0)) {
+      case 8: score_rows<kRowTile, true>(keys, next, offset, q, dim, padded, scores); break;
+      case 7: score_rows<3, true>(keys, next, offset, q, dim, padded, scores); break;
+      case 6: score_rows<2, true>(keys, next, offset, q, dim, padded, scores); break;
+      case 5: score_rows<1, true>(keys, next, offset, q, dim, padded, scores); break;
+      case 4: score_rows<kRowTile, false>(keys, next, offset, q, dim, padded, scores); break;
+      case 3: score_rows<3, false>(keys, next, offset, q, dim, padded, scores); break;
+      case 2: score_rows<2, false>(keys, next, offset, q, dim, padded, scores); break;
+      case 1: score_rows<1, false>(keys, next, offset, q, dim, padded, scores); break;
+    }
+    rows -= n, q += n * padded, scores += n * kStep, next = nullptr;
+  }
 }
 
 template <typename V>
-static void add_any(int rows, const V* const* values, int64_t offset, int begin, int end, const float* p, float* acc,
-                    int64_t dim, int64_t padded) {
-  for (; rows >= kRowTile; rows -= kRowTile, p += kRowTile * kStep, acc += kRowTile * padded)
-    add_values<kRowTile>(values, offset, begin, end, p, acc, dim, padded);
-  if (kRowTile > 3 && rows == 3) add_values<3>(values, offset, begin, end, p, acc, dim, padded);
-  if (rows == 2) add_values<2>(values, offset, begin, end, p, acc, dim, padded);
-  if (rows == 1) add_values<1>(values, offset, begin, end, p, acc, dim, padded);
-}
-
-// Asks for one head of the rows of the next step.
-template <typename T>
-KILN_INLINE void prefetch(const T* const* rows, int64_t offset, int64_t dim) {
-  for (int i = 0; i < kStep; i++) {
-    const char* p = reinterpret_cast<const char*>(rows[i] + offset);
-    for (int64_t byte = 0; byte < dim * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(p + byte, 0, 3);
+static void add_any(int rows, const V* const* values, const V* const* next, int64_t offset, int begin, int end,
+                    const float* p, float* acc, int64_t dim, int64_t padded) {
+  while (rows > 0) {
+    const int n = rows < kRowTile ? rows : kRowTile;
+    switch (n + (next ? 4 : 0)) {
+      case 8: add_values<kRowTile, true>(values, next, offset, begin, end, p, acc, dim, padded); break;
+      case 7: add_values<3, true>(values, next, offset, begin, end, p, acc, dim, padded); break;
+      case 6: add_values<2, true>(values, next, offset, begin, end, p, acc, dim, padded); break;
+      case 5: add_values<1, true>(values, next, offset, begin, end, p, acc, dim, padded); break;
+      case 4: add_values<kRowTile, false>(values, next, offset, begin, end, p, acc, dim, padded); break;
+      case 3: add_values<3, false>(values, next, offset, begin, end, p, acc, dim, padded); break;
+      case 2: add_values<2, false>(values, next, offset, begin, end, p, acc, dim, padded); break;
+      case 1: add_values<1, false>(values, next, offset, begin, end, p, acc, dim, padded); break;
+    }
+    rows -= n, p += n * kStep, acc += n * padded, next = nullptr;
   }
 }
 
@@ -183,8 +206,7 @@ static void decode_step(const PagedAttention& call, const Task& task, const Deco
     const int64_t offset = head * dim, row = head * rows;
     float* scores = state.scores + row * kStep;
     float* acc = state.acc + row * padded;
-    if (next_keys) prefetch(next_keys, offset, dim);
-    score_any(static_cast<int>(rows), keys, offset, state.q + row * padded, dim, padded, scores);
+    score_any(static_cast<int>(rows), keys, next_keys, offset, state.q + row * padded, dim, padded, scores);
     for (int64_t r = 0; r < rows; r++) {
       if (call.softcap > 0)
         for (int i = 0; i < kStep; i += kWidth)
@@ -197,16 +219,15 @@ static void decode_step(const PagedAttention& call, const Task& task, const Deco
       }
       weigh_row(scores + r * kStep, state.maximum + row + r, state.sum + (row + r) * kAlign, acc + r * padded, padded);
     }
-    if (next_values) prefetch(next_values, offset, dim);
     if (whole) {
-      add_any(static_cast<int>(rows), values, offset, 0, kStep, scores, acc, dim, padded);
+      add_any(static_cast<int>(rows), values, next_values, offset, 0, kStep, scores, acc, dim, padded);
       continue;
     }
     for (int64_t t = 0; t < task.count; t++) {
       const Range range = visible(call, past + task.token + t);
       const int64_t begin = at_least(range.begin - first, 0), end = at_most(range.end - first, valid);
       if (begin < end)
-        add_any(static_cast<int>(group), values, offset, static_cast<int>(begin), static_cast<int>(end),
+        add_any(static_cast<int>(group), values, static_cast<const V* const*>(nullptr), offset, static_cast<int>(begin), static_cast<int>(end),
                 scores + t * group * kStep, acc + t * group * padded, dim, padded);
     }
   }
