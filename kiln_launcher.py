@@ -22,8 +22,9 @@ def check_packages() -> None:
     for name in PACKAGES:
         expected = ROOT / name / "__init__.py"
         spec = importlib.util.find_spec(name)
-        # A folder without __init__.py has search locations but no origin.
-        origin = spec and (spec.origin or next(iter(spec.submodule_search_locations or []), None))
+        origin = None
+        if spec is not None:  # a folder without __init__.py has search locations but no origin
+            origin = spec.origin or next(iter(spec.submodule_search_locations or []), None)
         if origin is None or Path(origin).resolve() != expected:
             raise ShadowedPackageError(
                 f"the package '{name}' would be imported from {origin or 'nowhere'}, but Kiln's is {expected.parent}. "

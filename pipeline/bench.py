@@ -38,6 +38,8 @@ from pipeline.progress import Progress
 from plugins.errors import KilnError
 from plugins.measure import usable_cpus
 
+_SHOWN = {"bytes": ("MiB", 1 / 2**20), "s": ("ms", 1e3)}
+"""Unit to the one that the table shows, and the factor between them."""
 _DECODE_PROMPT = 128
 _DECODE_TOKENS = 64
 
@@ -160,7 +162,7 @@ def _figure_from_sample(sample: _Sample, limits: Limits) -> Figure:
     computing = None if sample.operations is None else sample.operations / limits.product_rate
     seconds = None if computing is None else max(reading, computing)
     floor = None if seconds is None else (sample.units_of_work / seconds if sample.higher_is_better else seconds)
-    bound_by = "unknown: shapes not inferred" if computing is None else "products" if computing > reading else "reading"
+    bound_by = "unknown" if computing is None else "products" if computing > reading else "reading"
     return Figure(
         name=sample.name,
         title=sample.title,
@@ -275,10 +277,12 @@ def _bench_plain(
             continue
         with progress.stage(f"batch {batch}"):
             times = _seconds_of_calls(lambda feeds=feeds: engine.infer(feeds), config.repetitions)  # type: ignore[misc]
-        operations = plain_operations(bundle.engine_path, shapes)
-        form = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        operations = plain_operations(bundle.engine_path, feeds)
+        form = " ".join(dict.fromkeys("x".join(map(str, shape)) for shape in shapes.values()))
         rates = [batch / seconds for seconds in times]
-        samples.append(_Sample(f"latency_batch_{batch}", f"latency, {form}", "s", times, operations, read, 0, False))
+        samples.append(
+            _Sample(f"latency_batch_{batch}", f"latency, inputs {form}", "s", times, operations, read, 0, False)
+        )
         samples.append(
             _Sample(
                 f"throughput_batch_{batch}", f"throughput, batch {batch}", "samples/s", rates, operations, read, batch
@@ -304,24 +308,16 @@ def table_from_report(report: BenchReport) -> RenderableType:
     """The report as the terminal shows it."""
     title = f"{report.name} on {report.machine['cpu']}, {report.threads} threads, {report.repetitions} repetitions"
     table = Table(title=title, title_justify="left")
-    for heading in ("figure", "median", "lowest", "highest", "floor", "of floor", "bound by"):
-        table.add_column(heading, justify="left" if heading in ("figure", "bound by") else "right")
+    for heading in ("figure", "unit", "median", "lowest", "highest", "floor", "of floor", "bound by"):
+        table.add_column(heading, justify="left" if heading in ("figure", "unit", "bound by") else "right")
     for figure in report.figures:
-        values = [_shown(value, figure.unit) for value in (figure.median, figure.lowest, figure.highest, figure.floor)]
+        unit, scale = _SHOWN.get(figure.unit, (figure.unit, 1.0))
+        values = (figure.median, figure.lowest, figure.highest, figure.floor)
+        shown = ["unknown" if value is None else f"{value * scale:,.1f}" for value in values]
         ratio = "" if figure.ratio is None else f"{figure.ratio:.0%}"
-        table.add_row(figure.title, *values, ratio, figure.bound_by)
+        table.add_row(figure.title, unit, *shown, ratio, figure.bound_by)
     limits = (
         f"Limits measured in this run: reading {report.limits.read_bandwidth / 1e9:.1f} GB/s, "
         f"matrix products {report.limits.product_rate / 1e9:.0f} Gop/s ({report.limits.product_shape})."
     )
     return Group(table, limits)
-
-
-def _shown(value: float | None, unit: str) -> str:
-    if value is None:
-        return "unknown"
-    if unit == "bytes":
-        return f"{value / 2**20:,.0f} MiB"
-    if unit == "s":
-        return f"{value * 1e3:,.2f} ms"
-    return f"{value:,.1f} {unit}"

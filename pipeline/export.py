@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from passes.onnx_model import DECODER_METADATA, DecoderSpec, OnnxModel, onnx_model_from_path
 from pipeline.config import BuildConfig
 from pipeline.load import TorchModel
-from pipeline.serving_graph import kv_layers, serving_module
+from pipeline.serving_graph import kv_layers, runs, serving_module
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import LOGITS, STEP_INPUTS, KvSpec, cache_names, cache_output_names
 
@@ -144,7 +144,7 @@ def _trace_plain(model: TorchModel) -> _Traced:
 
     assert model.example_inputs is not None
     names = list(model.example_inputs)
-    with torch.no_grad():
+    with torch.no_grad(), runs(model.module):
         outputs = named_outputs(model.module(**model.example_inputs))
     if not outputs:
         raise KilnError(f"{model.source.spec}: {model.architecture} returned no tensor; nothing to export")

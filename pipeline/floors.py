@@ -1,14 +1,18 @@
-"""The least work that a model can do: counted from its graph, without running it.
+"""The least work that a model can do: counted from its graph, for a model without a KV cache from one run's shapes.
 
 A multiply-add counts as two operations. Only matrix products, convolutions and attention are counted; all
 else is small beside them. Bytes are those of weights that must be read once a step, each tensor once.
 """
 
+import json
 import math
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
 
 from passes.onnx_model import DecoderSpec, load_structure
 from plugins.paged_attention.schema import LOGITS, OP_TYPE
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     import onnx
 
 _PRODUCTS = {"MatMul", "Gemm"}
+_COUNTED = {*_PRODUCTS, "Conv"}
 _SAME_VALUES = {"Transpose", "Cast", "Identity", "Reshape"}
 
 
@@ -102,38 +107,35 @@ def decoder_work_from_graph(path: Path, spec: DecoderSpec) -> DecoderWork:
     )
 
 
-def plain_operations(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> float | None:
-    """Operations of products and convolutions for inputs of these shapes; None where ONNX cannot infer them all."""
-    import onnx
+def plain_operations(path: Path, feeds: Mapping[str, NDArray]) -> float:
+    """Operations of products and convolutions on these inputs, from the shapes of one profiled, unoptimised run."""
+    import onnxruntime
 
-    model = load_structure(path)
-    for value in model.graph.input:
-        if value.name in shapes:
-            for dim, size in zip(value.type.tensor_type.shape.dim, shapes[value.name], strict=True):
-                dim.dim_value = size
-    for values in (model.graph.output, model.graph.value_info):
-        for value in values:
-            value.type.tensor_type.ClearField("shape")
-    try:
-        model = onnx.shape_inference.infer_shapes(model, data_prop=True)
-    except onnx.shape_inference.InferenceError:
-        return None
-    graph = model.graph
-    known = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
-    for value in [*graph.input, *graph.value_info, *graph.output]:
-        dims = value.type.tensor_type.shape.dim
-        if value.type.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
-            known[value.name] = tuple(dim.dim_value for dim in dims)
-    total = 0.0
-    for node in graph.node:
-        if node.op_type not in (*_PRODUCTS, "Conv"):
-            continue
-        shape, operand = known.get(node.output[0]), known.get(node.input[1 if node.op_type == "Conv" else 0])
-        if shape is None or operand is None:
-            return None
-        inner = math.prod(operand[1:]) if node.op_type == "Conv" else _inner(node, operand)
-        total += 2.0 * math.prod(shape) * inner
-    return total
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.enable_profiling = True
+    options.add_session_config_entry("session.disable_prepacking", "1")  # packed weights have no shape in a profile
+    with tempfile.TemporaryDirectory(prefix="kiln-floors-") as folder:
+        options.profile_file_prefix = str(Path(folder) / "profile")
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        session.run(None, dict(feeds))
+        events = json.loads(Path(session.end_profiling()).read_text())
+    return sum(_operations(event["args"]) for event in events if event.get("args", {}).get("op_name") in _COUNTED)
+
+
+def _operations(call: Mapping[str, Any]) -> float:
+    """Two for each multiply-add: elements of the output times the length of the sum behind each."""
+    inputs = [tuple(shape) for entry in call["input_type_shape"] for shape in entry.values()]
+    outputs = [tuple(shape) for entry in call["output_type_shape"] for shape in entry.values()]
+    first, second, output = inputs[0], inputs[1], outputs[0]
+    if call["op_name"] == "Conv":
+        length = math.prod(second[1:])  # channels of the group, and the kernel
+    elif call["op_name"] == "Gemm":
+        length = math.prod(first) // output[0]  # whichever way the first operand lies
+    else:
+        length = first[-1]
+    return 2.0 * math.prod(output) * length
 
 
 def weight_bytes(path: Path) -> int:
@@ -141,12 +143,6 @@ def weight_bytes(path: Path) -> int:
     graph = load_structure(path).graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
     return sum(_bytes(weights[name]) for name in _read_whole(graph, weights))
-
-
-def _inner(node: "onnx.NodeProto", operand: tuple[int, ...]) -> int:
-    """Length of the sum in a product with this first operand."""
-    transposed = any(attribute.name == "transA" and attribute.i for attribute in node.attribute)
-    return operand[0] if transposed else operand[-1]
 
 
 def _read_whole(graph: "onnx.GraphProto", weights: Mapping[str, "onnx.TensorProto"]) -> set[str]:

@@ -28,7 +28,7 @@ class Description:
     architecture: str
     is_decoder: bool
     config: "PretrainedConfig"
-    model_class: type
+    model_class: "type[PreTrainedModel]"
     parameters: int
 
 
@@ -69,7 +69,7 @@ def describe(source: ModelSource) -> Description | None:
         mapping: Any = transformers.AutoModelForCausalLM._model_mapping
         architecture = mapping[type(config)].__name__ if type(config) in mapping else ""
     model_class = getattr(transformers, architecture, None)
-    if not isinstance(model_class, type):
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise KilnError(
             f"{source.target}: the architecture '{architecture or 'not named in config.json'}' is unknown to "
             f"transformers {transformers.__version__}; wrap the model in a module:callable, or upgrade transformers"
@@ -81,7 +81,12 @@ def describe(source: ModelSource) -> Description | None:
             "which Kiln's paged attention needs; use an architecture that does (Llama, Qwen, Mistral, Gemma and most "
             "others), or export it yourself and pass the .onnx file"
         )
-    with torch.device("meta"), _quiet():
+    if model_class._can_set_experts_implementation():
+        raise KilnError(
+            f"{source.target}: {architecture} routes tokens to experts, which torch cannot export with packed tokens "
+            "and Kiln does not rewrite yet; use a dense model"
+        )
+    with torch.device("meta"), _quiet(), _readable(source):
         skeleton = model_class(config)
     skeleton.tie_weights()
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
@@ -103,7 +108,7 @@ def _load_pretrained(source: ModelSource, description: Description) -> TorchMode
     import transformers
 
     with _quiet(), _readable(source):
-        module = description.model_class.from_pretrained(  # type: ignore[attr-defined]
+        module = description.model_class.from_pretrained(
             **_location(source), config=description.config, dtype=torch.float32
         )
     module = module.eval().requires_grad_(False)
@@ -152,7 +157,8 @@ def _example_inputs(
     config, generator = module.config, torch.Generator().manual_seed(0)
     accepted = _forward_names(module)
     if "pixel_values" in accepted and "input_ids" not in accepted:
-        size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
+        edge = getattr(config, "image_size", 224)
+        size = edge if isinstance(edge, (list, tuple)) else (edge, edge)
         pixels = torch.randn(2, config.num_channels, *size, generator=generator)
         return {"pixel_values": pixels}, {"pixel_values": {0: "batch"}}
     if "input_ids" not in accepted:

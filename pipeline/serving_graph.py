@@ -145,7 +145,7 @@ def kv_layers(model: "PreTrainedModel") -> tuple[KvLayer, ...]:
         return query.transpose(1, 2), None
 
     ids = torch.zeros(1, 3, dtype=torch.int32)
-    with torch.no_grad(), attention_function(model, record):
+    with torch.no_grad(), attention_function(model, record), runs(model):
         model(input_ids=ids, position_ids=torch.arange(3, dtype=torch.int32)[None], use_cache=False)
     expected = model.config.get_text_config().num_hidden_layers
     if len(layers) != expected:
@@ -154,6 +154,20 @@ def kv_layers(model: "PreTrainedModel") -> tuple[KvLayer, ...]:
             "Kiln builds decoders in which every layer has one causal self-attention"
         )
     return tuple(layers)
+
+
+@contextmanager
+def runs(model: "torch.nn.Module") -> Iterator[None]:
+    """Turn whatever a user's model raises on its example inputs into a KilnError."""
+    try:
+        yield
+    except KilnError:
+        raise
+    except Exception as error:
+        raise KilnError(
+            f"{type(model).__name__} failed on example inputs: {type(error).__name__}: {error}; "
+            "check its configuration, or wrap it in a module:callable that returns the module and inputs it accepts"
+        ) from error
 
 
 @contextmanager

@@ -1,0 +1,45 @@
+"""Models that many tests share, built once per session from real parts."""
+
+from pathlib import Path
+
+import pytest
+
+from engines.bundle import EngineBundle
+from pipeline.build import build
+from pipeline.config import BuildConfig
+from pipeline.progress import Progress
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer Llama with random weights and grouped heads, saved as a Hugging Face folder without tokenizer."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_bundle(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> EngineBundle:
+    """That model, built for this CPU."""
+    out = tmp_path_factory.mktemp("bundles") / "tiny-llama"
+    return build(str(tiny_llama_folder), ["cpu"], BuildConfig(out=out), Progress())[0].bundle
+
+
+@pytest.fixture(scope="session")
+def smollm2_bundle(tmp_path_factory: pytest.TempPathFactory) -> EngineBundle:
+    """SmolLM2-135M-Instruct in FP32, built for this CPU."""
+    out = tmp_path_factory.mktemp("bundles") / "smollm2"
+    return build("smollm2", ["cpu"], BuildConfig(out=out), Progress())[0].bundle
