@@ -36,9 +36,10 @@ float* Scratch::take(size_t floats) {
 
 namespace {
 
-constexpr int64_t kDecodeTokens = 4;  // up to so many new tokens of a sequence take the decode path
+constexpr int64_t kDecodeRows = 16;   // up to so many query rows per KV head take the decode path (measured)
 constexpr int64_t kSpan = 256;        // positions of the context per decode task
-constexpr int64_t kTileRows = 192;    // query rows per prefill task, about
+constexpr int64_t kTileRows = 192;    // query rows per prefill task, at most about
+constexpr int64_t kFewRows = 48;      // and at least about, when the sequence has few new tokens
 constexpr int64_t kWriteTokens = 32;  // tokens per write task
 
 thread_local ScratchOwner scratch_of_thread;
@@ -77,10 +78,13 @@ const Kernels& kernels() {
   return kernels_plain();
 }
 
-// New tokens per prefill task: about kTileRows query rows, in sixes, the height of a register block.
-int64_t tile_tokens(const PagedAttention& call) {
+// New tokens per prefill task, in sixes (the height of a register block). Large tiles pack each key for more rows, small
+// ones give all threads something to do: a sequence makes at least four tiles if they stay above kFewRows.
+int64_t tile_tokens(const PagedAttention& call, int64_t count) {
   const int64_t group = call.heads / call.kv_heads;
-  return std::max<int64_t>(6, kTileRows / group / 6 * 6);
+  const int64_t least = std::max<int64_t>(6, kFewRows / group / 6 * 6);
+  const int64_t most = std::max<int64_t>(6, kTileRows / group / 6 * 6);
+  return std::clamp((count + 23) / 24 * 6, least, most);
 }
 
 struct Plan {
@@ -104,7 +108,7 @@ void add_decode(const PagedAttention& call, int64_t seq, int64_t count, Plan& pl
 }
 
 void add_prefill(const PagedAttention& call, int64_t seq, int64_t count, Plan& plan) {
-  const int64_t tile = tile_tokens(call), group = call.heads / call.kv_heads;
+  const int64_t tile = tile_tokens(call, count), group = call.heads / call.kv_heads;
   for (int64_t token = 0; token < count; token += tile) {
     const int64_t n = std::min(tile, count - token);
     int64_t seen = call.past[seq] + token + n;
@@ -115,7 +119,9 @@ void add_prefill(const PagedAttention& call, int64_t seq, int64_t count, Plan& p
   }
 }
 
-bool is_decode(int64_t count) { return count <= kDecodeTokens; }
+bool is_decode(const PagedAttention& call, int64_t count) {
+  return count == 1 || count * (call.heads / call.kv_heads) <= kDecodeRows;
+}
 
 int64_t new_tokens(const PagedAttention& call, int64_t seq) { return call.cumulative[seq + 1] - call.cumulative[seq]; }
 
@@ -130,7 +136,7 @@ Plan plan_for(const PagedAttention& call) {
     for (int64_t token = 0; token < count; token += kWriteTokens)
       plan.writes.push_back({seq, 0, token, std::min(kWriteTokens, count - token), 0, 0, nullptr, 0});
     if (count == 0) continue;
-    if (is_decode(count)) add_decode(call, seq, count, plan);
+    if (is_decode(call, count)) add_decode(call, seq, count, plan);
     else add_prefill(call, seq, count, plan);
     if (plan.spans[seq] > 1) floats += plan.spans[seq] * partial_floats(call.heads * count, call.head_dim);
     plan.unfinished[seq].store(plan.spans[seq], std::memory_order_relaxed);

@@ -98,22 +98,30 @@ void* output_data(OrtApi api, OrtKernelContext* context, size_t index, const std
   return data;
 }
 
+template <typename Getter, typename T>
+bool has_attribute(OrtApi api, const OrtKernelInfo* info, const char* name, T* value) {
+  OrtStatus* status = Getter::of(api)(info, name, value);
+  if (status) ReleaseStatus::of(api)(status);
+  return !status;
+}
+
+// A missing attribute has its default; one of the other type is an error, not a default.
 int64_t attribute(OrtApi api, const OrtKernelInfo* info, const char* name, int64_t otherwise) {
-  int64_t value = otherwise;
-  if (OrtStatus* status = KernelInfoGetAttributeInt64::of(api)(info, name, &value)) {
-    ReleaseStatus::of(api)(status);
-    return otherwise;
-  }
-  return value;
+  int64_t value;
+  float wrong;
+  if (has_attribute<KernelInfoGetAttributeInt64>(api, info, name, &value)) return value;
+  if (has_attribute<KernelInfoGetAttributeFloat>(api, info, name, &wrong))
+    fail("attribute ", name, " must be an integer: found the float ", wrong);
+  return otherwise;
 }
 
 float attribute(OrtApi api, const OrtKernelInfo* info, const char* name, float otherwise) {
-  float value = otherwise;
-  if (OrtStatus* status = KernelInfoGetAttributeFloat::of(api)(info, name, &value)) {
-    ReleaseStatus::of(api)(status);
-    return otherwise;
-  }
-  return value;
+  float value;
+  int64_t wrong;
+  if (has_attribute<KernelInfoGetAttributeFloat>(api, info, name, &value)) return value;
+  if (has_attribute<KernelInfoGetAttributeInt64>(api, info, name, &wrong))
+    fail("attribute ", name, " must be a float: found the integer ", wrong);
+  return otherwise;
 }
 
 class Pool final : public Parallel {

@@ -67,7 +67,13 @@ KILN_INLINE Vec vec_from_half_bits(HalfVec bits, F16) {
 }
 
 KILN_INLINE Vec vec_from_half_bits(HalfVec bits, Bf16) {
+#if defined(__AVX512F__)  // GCC 12 widens halves one by one for the portable form
+  return (Vec)((UintVec)_mm512_cvtepu16_epi32((__m256i)bits) << 16);
+#elif defined(__AVX2__)
+  return (Vec)((UintVec)_mm256_cvtepu16_epi32((__m128i)bits) << 16);
+#else
   return (Vec)(__builtin_convertvector(bits, UintVec) << 16);
+#endif
 }
 
 KILN_INLINE Vec load(const F16* p) { return vec_from_half_bits(*reinterpret_cast<const UnalignedHalfVec*>(p), F16{}); }

@@ -144,12 +144,14 @@ class Operator:
         """Forces an instruction set (0: the best); returns the one in use, -1 if this machine lacks it."""
         return int(self._dll.kiln_set_isa(isa))
 
-    def session(self, inputs: Inputs, attributes: Attributes, threads: int = 2) -> ort.InferenceSession:
+    def session(
+        self, inputs: Inputs, attributes: Attributes, threads: int = 2, leave_out: tuple[str, ...] = ()
+    ) -> ort.InferenceSession:
         given = {spec.name: getattr(inputs, spec.name) for spec in schema.INPUTS}
         names = [name if array is not None else "" for name, array in given.items()]
         outputs = [spec.name for spec in schema.OUTPUTS]
         dtypes = ["float32", str(inputs.key_cache.dtype), str(inputs.value_cache.dtype)]
-        values = {f.name: getattr(attributes, f.name) for f in fields(attributes)}
+        values = {f.name: getattr(attributes, f.name) for f in fields(attributes) if f.name not in leave_out}
         node = helper.make_node(schema.OP_TYPE, names, outputs, domain=schema.DOMAIN, **values)
         graph = helper.make_graph(
             [node],
@@ -171,10 +173,10 @@ class Operator:
         return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
     def run(
-        self, inputs: Inputs, attributes: Attributes, threads: int = 2
+        self, inputs: Inputs, attributes: Attributes, threads: int = 2, leave_out: tuple[str, ...] = ()
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A plain run: the outputs are buffers of their own."""
-        session = self.session(inputs, attributes, threads)
+        session = self.session(inputs, attributes, threads, leave_out)
         feeds = {
             spec.name: ort_value(array) for spec in schema.INPUTS if (array := getattr(inputs, spec.name)) is not None
         }

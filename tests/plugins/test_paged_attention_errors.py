@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from plugins.paged_attention import schema
 from plugins.paged_attention.reference import Attributes, Inputs
 
 from .conftest import Case, Operator, Sequence
@@ -128,6 +129,8 @@ def test_malformed_call_is_refused(operator: Operator, name: str, run: Callable[
         ({"softcap": -1.0}, "softcap must be 0 or positive: found -1"),
         ({"softcap": float("inf")}, "softcap must be 0 or positive: found inf"),
         ({"scale": float("nan")}, "scale must be finite: found nan"),
+        ({"scale": 1}, "attribute scale must be a float: found the integer 1"),
+        ({"local_window_size": 8.0}, "attribute local_window_size must be an integer: found the float 8"),
     ],
 )
 def test_bad_attributes_are_refused_when_the_session_opens(
@@ -161,3 +164,11 @@ def test_a_sequence_without_new_tokens_is_not_looked_at(operator: Operator) -> N
         **{name: getattr(INPUTS, name)[1:10].copy() for name in ("query", "key", "value", "slot_mapping")},
     )
     assert np.isfinite(operator.run(inputs, ATTRIBUTES)[0]).all()
+
+
+def test_left_out_attributes_have_their_defaults(operator: Operator) -> None:
+    """A graph need not spell out what it does not use."""
+    inputs = replace(INPUTS, cos_cache=None, sin_cache=None)
+    spelled_out = Attributes(num_heads=4, kv_num_heads=2)
+    sparse = operator.run(inputs, spelled_out, leave_out=tuple(schema.ATTRIBUTES)[2:])
+    assert sparse[0].tobytes() == operator.run(inputs, spelled_out)[0].tobytes()
