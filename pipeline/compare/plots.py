@@ -88,8 +88,8 @@ def _text_plots(report: ComparisonReport, curves: Curves) -> list[Plot]:
 
     def perplexity(axes: "Axes") -> None:
         places = range(len(curves.window_starts))
-        axes.bar([i - 0.2 for i in places], curves.window_perplexity_a, 0.38, color=SIDE_A, label="A")
-        axes.bar([i + 0.2 for i in places], curves.window_perplexity_b, 0.38, color=SIDE_B, label="B")
+        axes.bar([i - 0.2 for i in places], _finite(curves.window_perplexity_a), 0.38, color=SIDE_A, label="A")
+        axes.bar([i + 0.2 for i in places], _finite(curves.window_perplexity_b), 0.38, color=SIDE_B, label="B")
         shown = list(places)[:: max(1, len(curves.window_starts) // 6)]
         axes.set_xticks(shown, [str(curves.window_starts[i]) for i in shown])
         axes.set(xlabel="first token of the window", ylabel="perplexity")
@@ -141,7 +141,13 @@ def _output_plot(report: ComparisonReport) -> Plot:
             (-0.19, SIDE_A, "max", [row.max_abs for row in rows]),
             (0.19, MUTED, "mean", [row.mean_abs for row in rows]),
         ):
-            axes.barh([i + offset for i in places], [max(v, lowest) for v in values], 0.36, color=color, label=label)
+            axes.barh(
+                [i + offset for i in places],
+                [_at_least(value, lowest) for value in values],
+                0.36,
+                color=color,
+                label=label,
+            )
         axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=1.2)
         axes.set_xscale("log")
         axes.set_xlim(lowest, highest)
@@ -159,7 +165,7 @@ def _output_plot(report: ComparisonReport) -> Plot:
 def _log_line(axes: "Axes", x: Sequence[int], values: Sequence[float], limit: float) -> None:
     """A curve on a logarithmic scale that always shows the limit; zeros lie on the bottom edge."""
     lowest, _ = _decades([*values, limit])
-    axes.plot(x, [max(value, lowest) for value in values], color=SIDE_A, linewidth=1.4)
+    axes.plot(x, [_at_least(value, lowest) for value in values], color=SIDE_A, linewidth=1.4)
     if limit > 0:
         axes.axhline(limit, color=LIMIT, linestyle="--", linewidth=1.2)
     axes.set_yscale("log")
@@ -172,6 +178,15 @@ def _decades(values: Sequence[float]) -> tuple[float, float]:
     positive = [value for value in values if value > 0 and math.isfinite(value)] or [1e-9]
     low, high = math.floor(math.log10(min(positive) / 1.3)), math.ceil(math.log10(max(positive) * 1.3))
     return 10.0**low, 10.0**high
+
+
+def _at_least(value: float, lowest: float) -> float:
+    """What a logarithmic axis can show; not a number leaves a gap."""
+    return max(value, lowest) if math.isfinite(value) else math.nan
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    return [value if math.isfinite(value) else math.nan for value in values]
 
 
 def _shortened(name: str) -> str:
