@@ -1,8 +1,8 @@
 """`kiln bench`: how fast a bundle runs here, and how far each figure is from what this machine could do at best.
 
-Speed is taken through the runtime that serves requests. Limits are measured in the same run: L_read, bytes/s
-that the threads read from memory, and L_product, FP32 operations/s of ONNX Runtime's MatMul, best over a few
-shapes. With them, floors (the best values possible; `pipeline.floors` counts operations and bytes):
+Speed is taken through the runtime that serves requests. Limits are measured in the same run, before and after,
+the better counts: L_read, bytes/s that the threads read from memory, and L_product, FP32 operations/s of ONNX
+Runtime's MatMul, best over a few shapes. With them, floors (the best values possible; `pipeline.floors` counts operations and bytes):
 
     prefill n       n / max(prefill operations(n) / L_product, weight bytes / L_read)         tokens/s
     decode, batch b b / max(decode bytes(b, c) / L_read, decode operations(b, c) / L_product)  tokens/s
@@ -33,7 +33,7 @@ from passes.onnx_model import DecoderSpec, load_structure
 from pipeline.compare.inputs import input_specs_from_graph, sample_of_batch
 from pipeline.compare.machine import machine_description, package_versions
 from pipeline.floors import decoder_work_from_graph, plain_operations, weight_bytes
-from pipeline.limits import Limits, measure_limits, peak_memory, reset_peak_memory
+from pipeline.limits import Limits, best_limits, measure_limits, peak_memory, reset_peak_memory
 from pipeline.progress import Progress
 from plugins.errors import KilnError
 from plugins.measure import usable_cpus
@@ -124,6 +124,8 @@ def bench(bundle_path: Path, config: BenchConfig, progress: Progress) -> BenchRe
     """Measure a bundle on this machine. Raises KilnError for a bundle that must not be opened."""
     bundle = open_bundle(bundle_path)
     threads = config.threads or usable_cpus()
+    with progress.stage("measure this machine's limits"):
+        before = measure_limits(threads)
     reset_peak_memory()
     with progress.stage("open"):
         engine = Engine.open(bundle_path, max_running=max(config.decode_batches), threads=threads)
@@ -134,8 +136,8 @@ def bench(bundle_path: Path, config: BenchConfig, progress: Progress) -> BenchRe
         else:
             samples, memory_floor = _bench_decoder(engine, bundle, decoder, config, progress)
         memory = peak_memory()
-    with progress.stage("measure this machine's limits"):
-        limits = measure_limits(threads)
+    with progress.stage("measure the limits again"):
+        limits = best_limits(before, measure_limits(threads))
     figures = [_figure_from_sample(sample, limits) for sample in samples]
     if memory is not None:
         figures.append(
