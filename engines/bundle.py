@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,9 +82,11 @@ def open_bundle(path: Path) -> EngineBundle:
             raise BundleError(f"{path} has no {required.name}; expected an engine bundle made by build-engine")
     text = manifest_path.read_bytes()
     found = hashlib.sha256(text).hexdigest()
-    expected = identity_path.read_text(errors="replace").strip()
-    if found != expected:
-        raise BundleError(f"{manifest_path} has SHA-256 {found}, but {IDENTITY} says {expected}; rebuild the bundle")
+    expected = identity_path.read_bytes().decode(errors="replace")
+    if f"{found}\n" != expected:
+        raise BundleError(
+            f"{manifest_path} has SHA-256 {found}, but {IDENTITY} says {expected.strip()!r}; rebuild the bundle"
+        )
     manifest = _manifest_from_json(manifest_path, text)
     _verify_files(path, manifest)
     missing = sorted(set(manifest.sku.cpu_features) - host_cpu_features())
@@ -152,6 +154,7 @@ def write_bundle(path: Path, fill: Callable[[Path], Manifest]) -> EngineBundle:
     Builders of one path may run at once, the last to finish wins.
     """
     refuse_foreign_target(path)
+    path = path.resolve()  # a link stays, what it names is replaced
     with temporary_sibling(path) as folder:
         manifest = fill(folder)
         text = (manifest.model_dump_json(indent=2) + "\n").encode()
@@ -175,31 +178,49 @@ def temporary_sibling(path: Path) -> Iterator[Path]:
 
     It is locked while its owner lives; those of owners that were killed are removed here first.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = path.resolve()
+    parent_is_new = not path.parent.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder, lock = _locked_sibling(path)
+    except OSError as error:
+        raise BundleError(f"cannot write beside {path}: {error.strerror}; choose another --out") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+        if parent_is_new:
+            with suppress(OSError):  # not empty: the bundle is in it
+                path.parent.rmdir()
+
+
+def _locked_sibling(path: Path) -> tuple[Path, int]:
+    """A new folder beside `path` and the descriptor that locks it."""
     prefix = f".{path.name}.kiln-"
     parent = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(parent, fcntl.LOCK_EX)  # nobody cleans up between our mkdtemp and our lock
-        for leftover in path.parent.glob(f"{prefix}*"):
-            _remove_unless_locked(leftover)
+        for leftover in path.parent.iterdir():
+            if leftover.name.startswith(prefix):
+                _remove_unless_locked(leftover)
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
         folder.chmod(0o755)
         lock = os.open(folder, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
     finally:
         os.close(parent)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+    return folder, lock
 
 
 def _remove_unless_locked(folder: Path) -> None:
-    owner = os.open(folder, os.O_RDONLY)
+    try:
+        owner = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        return  # its builder has just removed it, or it is a file and not ours
     try:
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # a builder that replaced a bundle may be removing the old one
     except BlockingIOError:
         pass  # its builder still runs
     finally:
@@ -208,15 +229,19 @@ def _remove_unless_locked(folder: Path) -> None:
 
 def _publish(temporary: Path, path: Path) -> None:
     """Put the new folder in place in one step; afterwards `temporary` is gone or holds the old bundle."""
-    if not path.exists():
-        temporary.rename(path)
-    else:
+    try:
+        temporary.rename(path)  # fails where a bundle is, also one that another builder has put there by now
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
         libc = ctypes.CDLL(None, use_errno=True)
         source, target = os.fsencode(temporary), os.fsencode(path)
         if libc.renameat2(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_EXCHANGE) != 0:
             code = ctypes.get_errno()
             reason = "the file system cannot exchange two folders" if code == errno.EINVAL else os.strerror(code)
-            raise BundleError(f"cannot replace {path} atomically: {reason}; choose another --out or remove it first")
+            raise BundleError(
+                f"cannot replace {path} atomically: {reason}; choose another --out or remove it first"
+            ) from error
     _sync(path.parent)
 
 

@@ -6,12 +6,16 @@ to run, compare or rebuild it. Reads graph structure only, never weights.
 
 import hashlib
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter
+
 from plugins.errors import KilnError
-from plugins.paged_attention.schema import KvLayer, KvSpec
+from plugins.paged_attention.schema import KvSpec
 
 if TYPE_CHECKING:
     import onnx
@@ -21,22 +25,26 @@ DECODER_METADATA = "kiln.decoder"
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """What the runtime must know of a model with a KV cache. `max_context` in tokens."""
+    """What the runtime must know of a model with a KV cache. `max_context` in tokens. All sizes are positive."""
 
     kv: KvSpec
     vocab_size: int
     max_context: int
     eos_token_ids: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        sizes = [self.kv.block_size, self.vocab_size, self.max_context]
+        sizes += [size for layer in self.kv.layers for size in (layer.kv_heads, layer.head_dim)]
+        if not self.kv.layers or min(sizes) < 1:
+            raise ValueError("a decoder has at least one layer, and all of its sizes are at least 1")
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> "DecoderSpec":
-        fields = json.loads(text)
-        kv = fields.pop("kv")
-        layers = tuple(KvLayer(**layer) for layer in kv.pop("layers"))
-        return DecoderSpec(kv=KvSpec(layers=layers, **kv), eos_token_ids=tuple(fields.pop("eos_token_ids")), **fields)
+        """Raises ValueError for a text that is not exactly a decoder's."""
+        return TypeAdapter(DecoderSpec).validate_json(text)
 
 
 @dataclass(frozen=True)
@@ -84,9 +92,10 @@ def decoder_from_structure(path: Path, proto: "onnx.ModelProto") -> DecoderSpec 
         if entry.key == DECODER_METADATA:
             try:
                 return DecoderSpec.from_json(entry.value)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
+            except ValueError as error:
+                reason = "; ".join(str(error).splitlines()[1:3]) or error
                 raise KilnError(
-                    f"{path}: metadata '{DECODER_METADATA}' is damaged ({error}); export it again"
+                    f"{path}: metadata '{DECODER_METADATA}' is damaged ({reason}); export it again"
                 ) from error
     return None
 
@@ -94,13 +103,14 @@ def decoder_from_structure(path: Path, proto: "onnx.ModelProto") -> DecoderSpec 
 def load_structure(path: Path) -> "onnx.ModelProto":
     """The graph without its external weights. Raises KilnError for what is not an ONNX model."""
     import onnx
-    from google.protobuf.message import DecodeError
 
     if not path.is_file():
         raise KilnError(f"{path} does not exist or is not a file; expected an .onnx model")
     try:
         proto = onnx.load(path, load_external_data=False)
-    except DecodeError as error:
+    except OSError as error:
+        raise KilnError(f"{path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # protobuf's errors, in any of its implementations
         raise KilnError(f"{path} is not an ONNX model or is truncated ({error}); export it again") from error
     if not proto.graph.output:
         raise KilnError(f"{path} has no graph outputs; expected an ONNX model, found an empty or truncated file")
@@ -110,20 +120,29 @@ def load_structure(path: Path) -> "onnx.ModelProto":
 def external_files(path: Path, proto: "onnx.ModelProto") -> list[Path]:
     """The external data files of a model, sorted. Raises KilnError for one that is missing, or outside its folder."""
     names = {
-        entry.value
-        for initializer in proto.graph.initializer
-        for entry in initializer.external_data
-        if entry.key == "location"
+        entry.value for tensor in _tensors(proto.graph) for entry in tensor.external_data if entry.key == "location"
     }
     files = []
     for name in sorted(names):
         file = path.parent / name
-        if not file.resolve().is_relative_to(path.parent.resolve()):
-            raise KilnError(f"{path}: external data '{name}' lies outside the model's folder; refused")
-        if not file.is_file():
+        if "\0" in name or not file.resolve().is_relative_to(path.parent.resolve()):
+            raise KilnError(f"{path}: external data {name!r} lies outside the model's folder; refused")
+        if not os.path.isfile(file):  # False also for a name that no file can have
             raise KilnError(f"{path}: external data file '{name}' is missing; copy it beside the model")
         files.append(file)
     return files
+
+
+def _tensors(graph: "onnx.GraphProto") -> "Iterator[onnx.TensorProto]":
+    """Every stored tensor: initializers and attributes, subgraphs included."""
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for subgraph in (attribute.g, *attribute.graphs):
+                yield from _tensors(subgraph)
 
 
 def _tensor(value: "onnx.ValueInfoProto") -> Tensor:
@@ -136,7 +155,11 @@ def _tensor(value: "onnx.ValueInfoProto") -> Tensor:
         dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{value.name}_{axis}"
         for axis, dim in enumerate(kind.shape.dim)
     )
-    return Tensor(value.name, str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)), dims)
+    try:
+        dtype = str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
+    except KeyError as error:
+        raise KilnError(f"input or output '{value.name}' has the unknown element type {kind.elem_type}") from error
+    return Tensor(value.name, dtype, dims)
 
 
 def _elements(dims: "list[int]") -> int:

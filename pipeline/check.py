@@ -3,7 +3,8 @@
 The reference is the torch model where there is one; an .onnx source is compared with itself, unoptimised.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.base import StepInputs
-from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
+from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel, ort_message
 from engines.manifest import CheckRecord
 from passes.onnx_model import DecoderSpec, OnnxModel, load_structure
 from pipeline.compare.inputs import InputSpec, input_specs_from_graph, samples_from_inputs
@@ -35,9 +36,13 @@ def check_against_torch(
     from pipeline.compare.torch_subject import torch_subject_from_model
 
     if decoder is not None:
-        return _verdict("logits against torch", _decoder_error(model, engine, decoder, plugins))
+        with _engine_runs():
+            error = _decoder_error(model, engine, decoder, plugins)
+        return _verdict("logits against torch", error)
     subject = torch_subject_from_model(model)
-    return _verdict("outputs against torch", _plain_error(engine, plugins, subject.inputs, subject.infer))  # type: ignore[union-attr]
+    with _engine_runs():
+        error = _plain_error(engine, plugins, subject.inputs, subject.infer)  # type: ignore[union-attr]
+    return _verdict("outputs against torch", error)
 
 
 def check_against_unoptimised(model: OnnxModel, plugins: list[Path]) -> CheckRecord:
@@ -50,20 +55,33 @@ def check_against_unoptimised(model: OnnxModel, plugins: list[Path]) -> CheckRec
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(str(model.path), options, providers=["CPUExecutionProvider"])
     names = [output.name for output in model.outputs]
-    error = _plain_error(
-        model.path, plugins, specs, lambda feeds: dict(zip(names, session.run(names, dict(feeds)), strict=True))
-    )
+    with _engine_runs():
+        session = onnxruntime.InferenceSession(str(model.path), options, providers=["CPUExecutionProvider"])
+        error = _plain_error(
+            model.path, plugins, specs, lambda feeds: dict(zip(names, session.run(names, dict(feeds)), strict=True))
+        )
     return _verdict("outputs against the unoptimised graph", error)
 
 
 def check_decoder_alone(engine: Path, decoder: DecoderSpec, plugins: list[Path]) -> CheckRecord:
     """For a serving graph without its torch model: a prompt in chunks must give what it gives at once."""
     ids = np.random.default_rng(0).integers(0, decoder.vocab_size, 24)
-    whole = _packed_logits(engine, decoder, plugins, [ids], [[24]])
-    parts = _packed_logits(engine, decoder, plugins, [ids], [[9], [1], [14]])
+    with _engine_runs():
+        whole = _packed_logits(engine, decoder, plugins, [ids], [[24]])
+        parts = _packed_logits(engine, decoder, plugins, [ids], [[9], [1], [14]])
     return _verdict("logits of a prompt in chunks against the whole", _relative_error(parts[0], whole[0]))
+
+
+@contextmanager
+def _engine_runs() -> Iterator[None]:
+    """ONNX Runtime's errors have no common base; an engine that it cannot run is no reason for a traceback."""
+    try:
+        yield
+    except KilnError:
+        raise
+    except Exception as error:
+        raise KilnError(f"the engine does not run: {ort_message(error)}; nothing was published") from error
 
 
 def _verdict(name: str, error: float) -> CheckRecord:

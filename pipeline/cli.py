@@ -5,8 +5,10 @@ progress to standard error. Exit codes: 0 done, 1 a comparison beyond its tolera
 """
 
 import json
+import os
 import sys
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,29 @@ DEFAULTS = BuildConfig()
 
 def run_command(command: click.Command) -> None:
     """Run a command as a program: what users can mend is one message and exit code 2, never a traceback."""
-    try:
-        command.main()
+    code = 0
+    try:  # not click's own main: it ends with code 1 for an interrupt and for a closed pipe
+        with command.make_context(Path(sys.argv[0]).name, sys.argv[1:]) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+    except click.exceptions.Exit as ending:
+        code = ending.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
     except KilnError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        code = 2
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        code = 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output went away; Python would complain at exit
-        raise SystemExit(141) from None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+        code = 141
+    except OSError as error:  # the disk is full, a file may not be read: the system's own words say it
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    raise SystemExit(code)
 
 
 @click.command("build-engine")
@@ -80,7 +97,8 @@ def build_engine_command(model: str, skus: tuple[str, ...], as_json: bool, verbo
     if not verbose:
         warnings.simplefilter("ignore")
     progress = Progress(verbose=verbose)
-    built = build(model, skus, BuildConfig(**options), progress)
+    with redirect_stdout(sys.stderr):  # a user's model may print
+        built = build(model, skus, BuildConfig(**options), progress)
     if as_json:
         document = {
             "bundles": [{**_bundle_record(item.bundle), "forecast": item.forecast.to_dict()} for item in built],

@@ -46,13 +46,23 @@ def run_bundle_command(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, stop=stop
     )
     if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read()
+        prompt = _piped()
     history: Messages = [{"role": "system", "content": system}] if system is not None else []
     with Engine.open(bundle, max_running=1, threads=threads) as engine:
         if prompt is None:
             _converse(engine, history, raw, sampling)
         else:
             _answer(engine, history, prompt, raw, sampling)
+
+
+def _piped() -> str:
+    try:
+        prompt = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise KilnError(f"standard input is not UTF-8 text ({error}); pipe a text file") from error
+    if not prompt.strip():
+        raise KilnError("standard input is empty; pipe a question, or give PROMPT")
+    return prompt
 
 
 def _converse(engine: Engine, history: Messages, raw: bool, sampling: SamplingParams) -> None:

@@ -7,10 +7,10 @@ import importlib
 import io
 import logging
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.source import ModelSource
@@ -127,12 +127,10 @@ def _load_callable(source: ModelSource) -> TorchModel:
     import torch
 
     name, _, attribute = source.target.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    function = getattr(importlib.import_module(name), attribute, None)
-    if not callable(function):
-        raise KilnError(f"{source.target}: the module '{name}' has no callable '{attribute}'")
-    with redirect_stdout(sys.stderr):  # standard output is for our own results
+    with redirect_stdout(sys.stderr), _users_code(source):  # standard output is for our own results
+        function = getattr(importlib.import_module(name), attribute, None)
+        if not callable(function):
+            raise KilnError(f"{source.target}: the module '{name}' has no callable '{attribute}'")
         result = function()
     expected = "(torch.nn.Module, example inputs as a dict or tuple of tensors[, dynamic_shapes by input name])"
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], torch.nn.Module):
@@ -140,12 +138,25 @@ def _load_callable(source: ModelSource) -> TorchModel:
     module, example = result[0], result[1]
     if isinstance(example, torch.Tensor):
         example = (example,)
-    if not isinstance(example, Mapping):
-        example = dict(zip(_forward_names(module), example, strict=False))
-    if not example or not all(isinstance(value, torch.Tensor) for value in example.values()):
+    if isinstance(example, (tuple, list)):
+        names = _forward_names(module)
+        if len(example) > len(names):
+            raise KilnError(
+                f"{source.target} returned {len(example)} example inputs, but the module takes {len(names)}: "
+                f"{', '.join(names) or 'none'}; expected {expected}"
+            )
+        example = dict(zip(names, example, strict=False))
+    if not isinstance(example, Mapping) or not example or not _are_named_tensors(example):
         raise KilnError(f"{source.target} returned example inputs that are not tensors; expected {expected}")
-    dynamic = result[2] if len(result) == 3 else {key: {0: "batch"} for key in example}
-    return TorchModel(source, module, type(module).__name__, False, None, dict(example), dynamic)
+    dynamic = result[2] if len(result) == 3 else {key: {0: "batch"} for key, value in example.items() if value.dim()}
+    if not isinstance(dynamic, Mapping) or not set(dynamic) <= set(example):
+        raise KilnError(
+            f"{source.target} returned dynamic_shapes {dynamic!r}; expected a dict by input name "
+            f"({', '.join(example)}) of axis to dimension name, as {{'{next(iter(example))}': {{0: 'batch'}}}}"
+        )
+    if foreign := {str(p.dtype) for p in module.parameters() if p.is_floating_point()} - {"torch.float32"}:
+        raise KilnError(f"{source.target} returned weights in {', '.join(sorted(foreign))}; call .float() on the model")
+    return TorchModel(source, module, type(module).__name__, False, None, dict(example), dict(dynamic))
 
 
 def _example_inputs(
@@ -177,6 +188,12 @@ def _example_inputs(
     return example, {name: {0: "batch", 1: "sequence"} for name in example}
 
 
+def _are_named_tensors(example: Mapping[Any, Any]) -> bool:
+    import torch
+
+    return all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in example.items())
+
+
 def _forward_names(module: "torch.nn.Module") -> list[str]:
     import inspect
 
@@ -200,9 +217,25 @@ def _refuse_training(module: "torch.nn.Module") -> None:
 
 def _location(source: ModelSource) -> dict[str, Any]:
     assert source.path is not None
+    options = {"trust_remote_code": False, "local_files_only": True}  # without the first, transformers asks the user
     if source.kind == "gguf":
-        return {"pretrained_model_name_or_path": str(source.path.parent), "gguf_file": source.path.name}
-    return {"pretrained_model_name_or_path": str(source.path)}
+        return {**options, "pretrained_model_name_or_path": str(source.path.parent), "gguf_file": source.path.name}
+    return {**options, "pretrained_model_name_or_path": str(source.path)}
+
+
+@contextmanager
+def _users_code(source: ModelSource) -> Iterator[None]:
+    """Code of the user's may raise anything, and end the program; say where it did."""
+    try:
+        yield
+    except KilnError:
+        raise
+    except (Exception, SystemExit) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise KilnError(
+            f"{source.target} failed with {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}); "
+            "call it from Python to see the whole trace"
+        ) from error
 
 
 @contextmanager

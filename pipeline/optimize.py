@@ -4,12 +4,19 @@ import os
 import shutil
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
+
+import onnx_graphsurgeon as gs
 
 from engines.manifest import PassRecord
 from engines.sku import Sku
 from passes.base import Pass
 from passes.bind_attention import BindAttention
 from passes.onnx_model import OnnxModel, external_files, load_structure, onnx_model_from_path
+from plugins.errors import KilnError
+
+if TYPE_CHECKING:
+    import onnx
 
 
 def passes_for_sku(sku: Sku) -> list[Pass]:
@@ -17,14 +24,22 @@ def passes_for_sku(sku: Sku) -> list[Pass]:
     return [BindAttention()] if sku.is_cpu else []
 
 
+def _graph_from_proto(path: Path, proto: "onnx.ModelProto") -> gs.Graph:
+    try:
+        return gs.import_onnx(proto)
+    except Exception as error:  # a graph that is damaged, but not so that protobuf notices
+        raise KilnError(
+            f"{path}: its graph cannot be read ({type(error).__name__}: {error}); export it again"
+        ) from error
+
+
 def optimize(model: OnnxModel, target: Path, sku: Sku) -> tuple[OnnxModel, tuple[PassRecord, ...]]:
     """Rewrite the graph into `target`; external weights are linked beside it, or copied where links cannot be."""
     import onnx
-    import onnx_graphsurgeon as gs
 
     proto = load_structure(model.path)
     weights = external_files(model.path, proto)
-    graph = gs.import_onnx(proto)
+    graph = _graph_from_proto(model.path, proto)
     records = []
     for graph_pass in passes_for_sku(sku):
         start = perf_counter()

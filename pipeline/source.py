@@ -6,8 +6,11 @@ Understands, in this order: a short name of `pipeline.zoo`; `package://PACKAGE/F
 
 import hashlib
 import importlib.util
+import os
 import re
+import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -23,18 +26,33 @@ FORMS = (
 _CALLABLE = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 _PACKAGE = "package://"
+_HUB_ANSWERS_IN = 10.0
+"""Seconds. The hub's client waits for ever on a server that accepts connections and never answers."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """`spec` as typed; `path` is the folder or file, None for `module:callable`; `name` is the default bundle name."""
+    """`spec` as typed; `path` is the folder or file, None for `module:callable`; `name` is the default bundle name.
+
+    `files` are what the model is made of, as far as files show it.
+    """
 
     spec: str
     kind: SourceKind
     path: Path | None
     target: str
     name: str
-    sha256: str
+    files: tuple[Path, ...]
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of `files`. Read on first use: a model that cannot fit is refused without reading its weights."""
+        if len(self.files) == 1:
+            return file_sha256(self.files[0])
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(f"{file.name} {file_sha256(file)}\n".encode())
+        return digest.hexdigest()
 
 
 def resolve_source(spec: str) -> ModelSource:
@@ -42,8 +60,8 @@ def resolve_source(spec: str) -> ModelSource:
     target = ZOO[spec].spec if spec in ZOO else spec
     if target.startswith(_PACKAGE):
         return _source_from_path(spec, _package_file(spec, target))
-    path = Path(target).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(target))
+    if os.path.exists(path):
         return _source_from_path(spec, path.resolve())
     if _CALLABLE.match(target):
         return _source_from_callable(spec, target)
@@ -57,29 +75,28 @@ def _source_from_path(spec: str, path: Path) -> ModelSource:
         if not (path / "config.json").is_file():
             raise KilnError(f"{path} has no config.json, so it is no Hugging Face model folder; expected {FORMS}")
         kind: SourceKind = "huggingface"
-        digest = hashlib.sha256()
-        for file in sorted(file for file in path.iterdir() if file.is_file()):
-            digest.update(f"{file.name} {file_sha256(file)}\n".encode())
-        sha256 = digest.hexdigest()
+        files = tuple(sorted(file for file in path.iterdir() if file.is_file()))
     elif path.suffix in (".onnx", ".gguf"):
         kind = "onnx" if path.suffix == ".onnx" else "gguf"
-        sha256 = file_sha256(path)
+        files = (path,)
     else:
         raise KilnError(f"{path} is neither a folder nor an .onnx or .gguf file; expected {FORMS}")
     name = spec if spec in ZOO else _slug(path.name if path.is_dir() else path.stem)
-    return ModelSource(spec, kind, path, str(path), name, sha256)
+    return ModelSource(spec, kind, path, str(path), name, files)
 
 
 def _source_from_callable(spec: str, target: str) -> ModelSource:
     module = target.partition(":")[0]
+    if str(Path.cwd()) not in sys.path:  # a console script's own folder is there instead
+        sys.path.insert(0, str(Path.cwd()))
     try:
         found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
+    except Exception:  # it imports the parents of a dotted name
         found = None
-    if found is None or found.origin is None:
+    if found is None or found.origin is None or not Path(found.origin).is_file():
         raise KilnError(f"MODEL '{spec}': no module '{module}' can be imported from here; expected {FORMS}")
     name = spec if spec in ZOO else _slug(target)
-    return ModelSource(spec, "module", None, target, name, file_sha256(Path(found.origin)))
+    return ModelSource(spec, "module", None, target, name, (Path(found.origin),))
 
 
 def _package_file(spec: str, target: str) -> Path:
@@ -98,16 +115,23 @@ def _package_file(spec: str, target: str) -> Path:
 
 
 def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
+    """A snapshot from the hub; where the hub does not answer, one that was downloaded before."""
+    from huggingface_hub import HfApi, snapshot_download
 
     wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    unreachable: Exception | None = None
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=wanted))
+        HfApi().model_info(hub_id, timeout=_HUB_ANSWERS_IN)
     except Exception as error:  # the hub's client raises many types, also from its HTTP library
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        unreachable = error
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=wanted, local_files_only=unreachable is not None))
+    except Exception as error:
+        cause = unreachable or error
+        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         raise KilnError(
             f"MODEL '{hub_id}' is no local path, and as a hub id it cannot be downloaded ({reason}); expected {FORMS}"
-        ) from error
+        ) from cause
 
 
 def _slug(text: str) -> str:

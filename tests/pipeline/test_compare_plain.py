@@ -53,7 +53,7 @@ def encoder():
     from pipeline.load import TorchModel
     from pipeline.source import ModelSource
 
-    source = ModelSource("m:f", "module", None, "m:f", "encoder", "0" * 64)
+    source = ModelSource("m:f", "module", None, "m:f", "encoder", (Path(__file__),))
     ids = torch.randint(0, 37, (2, 5), generator=torch.Generator().manual_seed(0))
     example = {"input_ids": ids, "attention_mask": torch.ones(2, 5, dtype=torch.int64)}
     dynamic = {name: {0: "batch", 1: "sequence"} for name in example}
