@@ -14,8 +14,7 @@ std::string text(const Parts&... parts) {
 }
 
 std::string check_cumulative(const PagedAttention& call) {
-  if (call.cumulative[0] != 0)
-    return text("cumulative_sequence_length must start with 0: found ", call.cumulative[0]);
+  if (call.cumulative[0] != 0) return text("cumulative_sequence_length must start with 0: found ", call.cumulative[0]);
   for (int64_t seq = 0; seq < call.seqs; seq++) {
     const int64_t begin = call.cumulative[seq], end = call.cumulative[seq + 1];
     if (end < begin)
@@ -35,7 +34,8 @@ std::string check_sequence(const PagedAttention& call, int64_t seq) {
   const int64_t context = past + end - begin;
   if (context > call.max_blocks * call.block_size)
     return text("block_table is too narrow for sequence ", seq, ": found ", call.max_blocks, " blocks of ",
-                call.block_size, " positions, expected room for ", context, " (past ", past, " + new ", end - begin, ")");
+                call.block_size, " positions, expected room for ", context, " (past ", past, " + new ", end - begin,
+                ")");
   if (call.rotary_half > 0 && context > call.positions)
     return text("cos_cache and sin_cache are too short for sequence ", seq, ": found ", call.positions,
                 " positions, expected at least ", context);

@@ -20,8 +20,8 @@ KILN_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 // scores[r * kStep + i] = q[r] . keys[i][offset ..], for kRows rows of q and kStep positions. With kAhead, asks for the
 // same part of the rows `next` line by line meanwhile: evenly spread requests do not fill the miss queue in bursts.
 template <int kRows, bool kAhead, typename K>
-KILN_INLINE void score_rows(const K* const* keys, const K* const* next, int64_t offset, const float* q, int64_t dim, int64_t padded,
-                            float* scores) {
+KILN_INLINE void score_rows(const K* const* keys, const K* const* next, int64_t offset, const float* q, int64_t dim,
+                            int64_t padded, float* scores) {
   Vec quads[kRows][4];
 #pragma GCC unroll 4
   for (int quad = 0; quad < 4; quad++) {
@@ -61,8 +61,8 @@ KILN_INLINE void score_rows(const K* const* keys, const K* const* next, int64_t 
 
 // acc[r][d .. d + kVecs * kWidth) += sum over i in [begin, end) of p[r * kStep + i] * values[i][offset + d ..].
 template <int kRows, int kVecs, bool kPart, bool kAhead, typename V>
-KILN_INLINE void add_values_at(const V* const* values, const V* const* next, int64_t offset, int begin, int end, const float* p, float* acc,
-                               int64_t padded, int part) {
+KILN_INLINE void add_values_at(const V* const* values, const V* const* next, int64_t offset, int begin, int end,
+                               const float* p, float* acc, int64_t padded, int part) {
   Vec sums[kRows][kVecs];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; r++)
@@ -91,32 +91,49 @@ KILN_INLINE void add_values_at(const V* const* values, const V* const* next, int
 }
 
 template <int kRows, bool kAhead, typename V>
-KILN_INLINE void add_values(const V* const* values, const V* const* next, int64_t offset, int begin, int end, const float* p, float* acc,
-                            int64_t dim, int64_t padded) {
+KILN_INLINE void add_values(const V* const* values, const V* const* next, int64_t offset, int begin, int end,
+                            const float* p, float* acc, int64_t dim, int64_t padded) {
   int64_t d = 0;
   for (; d + 4 * kWidth <= dim; d += 4 * kWidth)
     add_values_at<kRows, 4, false, kAhead>(values, next, offset + d, begin, end, p, acc + d, padded, 0);
   for (; d + kWidth <= dim; d += kWidth)
     add_values_at<kRows, 1, false, kAhead>(values, next, offset + d, begin, end, p, acc + d, padded, 0);
   if (d < dim)
-    add_values_at<kRows, 1, true, false>(values, next, offset + d, begin, end, p, acc + d, padded, static_cast<int>(dim - d));
+    add_values_at<kRows, 1, true, false>(values, next, offset + d, begin, end, p, acc + d, padded,
+                                         static_cast<int>(dim - d));
 }
 
 // `next` null: nothing to ask for. Only the first register tile asks.
 template <typename K>
-static void score_any(int rows, const K* const* keys, const K* const* next, int64_t offset, const float* q,
-                      int64_t dim, int64_t padded, float* scores) {
+static void score_any(int rows, const K* const* keys, const K* const* next, int64_t offset, const float* q, int64_t dim,
+                      int64_t padded, float* scores) {
   while (rows > 0) {
     const int n = rows < kRowTile ? rows : kRowTile;
     switch (n + (next ? 4 : 0)) {
-      case 8: score_rows<kRowTile, true>(keys, next, offset, q, dim, padded, scores); break;
-      case 7: score_rows<3, true>(keys, next, offset, q, dim, padded, scores); break;
-      case 6: score_rows<2, true>(keys, next, offset, q, dim, padded, scores); break;
-      case 5: score_rows<1, true>(keys, next, offset, q, dim, padded, scores); break;
-      case 4: score_rows<kRowTile, false>(keys, next, offset, q, dim, padded, scores); break;
-      case 3: score_rows<3, false>(keys, next, offset, q, dim, padded, scores); break;
-      case 2: score_rows<2, false>(keys, next, offset, q, dim, padded, scores); break;
-      case 1: score_rows<1, false>(keys, next, offset, q, dim, padded, scores); break;
+      case 8:
+        score_rows<kRowTile, true>(keys, next, offset, q, dim, padded, scores);
+        break;
+      case 7:
+        score_rows<3, true>(keys, next, offset, q, dim, padded, scores);
+        break;
+      case 6:
+        score_rows<2, true>(keys, next, offset, q, dim, padded, scores);
+        break;
+      case 5:
+        score_rows<1, true>(keys, next, offset, q, dim, padded, scores);
+        break;
+      case 4:
+        score_rows<kRowTile, false>(keys, next, offset, q, dim, padded, scores);
+        break;
+      case 3:
+        score_rows<3, false>(keys, next, offset, q, dim, padded, scores);
+        break;
+      case 2:
+        score_rows<2, false>(keys, next, offset, q, dim, padded, scores);
+        break;
+      case 1:
+        score_rows<1, false>(keys, next, offset, q, dim, padded, scores);
+        break;
     }
     rows -= n, q += n * padded, scores += n * kStep, next = nullptr;
   }
@@ -128,14 +145,30 @@ static void add_any(int rows, const V* const* values, const V* const* next, int6
   while (rows > 0) {
     const int n = rows < kRowTile ? rows : kRowTile;
     switch (n + (next ? 4 : 0)) {
-      case 8: add_values<kRowTile, true>(values, next, offset, begin, end, p, acc, dim, padded); break;
-      case 7: add_values<3, true>(values, next, offset, begin, end, p, acc, dim, padded); break;
-      case 6: add_values<2, true>(values, next, offset, begin, end, p, acc, dim, padded); break;
-      case 5: add_values<1, true>(values, next, offset, begin, end, p, acc, dim, padded); break;
-      case 4: add_values<kRowTile, false>(values, next, offset, begin, end, p, acc, dim, padded); break;
-      case 3: add_values<3, false>(values, next, offset, begin, end, p, acc, dim, padded); break;
-      case 2: add_values<2, false>(values, next, offset, begin, end, p, acc, dim, padded); break;
-      case 1: add_values<1, false>(values, next, offset, begin, end, p, acc, dim, padded); break;
+      case 8:
+        add_values<kRowTile, true>(values, next, offset, begin, end, p, acc, dim, padded);
+        break;
+      case 7:
+        add_values<3, true>(values, next, offset, begin, end, p, acc, dim, padded);
+        break;
+      case 6:
+        add_values<2, true>(values, next, offset, begin, end, p, acc, dim, padded);
+        break;
+      case 5:
+        add_values<1, true>(values, next, offset, begin, end, p, acc, dim, padded);
+        break;
+      case 4:
+        add_values<kRowTile, false>(values, next, offset, begin, end, p, acc, dim, padded);
+        break;
+      case 3:
+        add_values<3, false>(values, next, offset, begin, end, p, acc, dim, padded);
+        break;
+      case 2:
+        add_values<2, false>(values, next, offset, begin, end, p, acc, dim, padded);
+        break;
+      case 1:
+        add_values<1, false>(values, next, offset, begin, end, p, acc, dim, padded);
+        break;
     }
     rows -= n, p += n * kStep, acc += n * padded, next = nullptr;
   }
@@ -227,8 +260,8 @@ static void decode_step(const PagedAttention& call, const Task& task, const Deco
       const Range range = visible(call, past + task.token + t);
       const int64_t begin = at_least(range.begin - first, 0), end = at_most(range.end - first, valid);
       if (begin < end)
-        add_any(static_cast<int>(group), values, static_cast<const V* const*>(nullptr), offset, static_cast<int>(begin), static_cast<int>(end),
-                scores + t * group * kStep, acc + t * group * padded, dim, padded);
+        add_any(static_cast<int>(group), values, static_cast<const V* const*>(nullptr), offset, static_cast<int>(begin),
+                static_cast<int>(end), scores + t * group * kStep, acc + t * group * padded, dim, padded);
     }
   }
 }
@@ -239,14 +272,6 @@ static void decode_typed(const PagedAttention& call, const Task& task, float* sc
   const int64_t rows = call.heads * task.count;
   size_t unused;
   const DecodeState state = decode_parts(call, task.count, scratch, &unused);
-  for (int64_t r = 0; r < rows; r++) {
-    const int64_t head = r / (group * task.count), token = r / group % task.count;
-    take_query(call, task.seq, task.token + token, head * group + r % group, state.q + r * padded);
-    state.maximum[r] = kNoMaximum;
-  }
-  __builtin_memset(state.acc, 0, sizeof(float) * rows * padded);
-  __builtin_memset(state.sum, 0, sizeof(float) * rows * kAlign);
-
   const K* key_rows[2][kStep];
   const V* value_rows[2][kStep];
   auto find = [&](int side, int64_t first) {
@@ -261,6 +286,22 @@ static void decode_typed(const PagedAttention& call, const Task& task, float* sc
   };
   int side = 0;
   find(0, task.begin);
+  // Nobody asked for the first step yet: ask for all of it, and prepare the queries while it comes.
+  for (int i = 0; i < kStep; i++)
+    for (int64_t d = 0; d < call.kv_heads * dim; d += static_cast<int64_t>(64 / sizeof(K)))
+      prefetch(key_rows[0][i] + d);
+  for (int i = 0; i < kStep; i++)
+    for (int64_t d = 0; d < call.kv_heads * dim; d += static_cast<int64_t>(64 / sizeof(V)))
+      prefetch(value_rows[0][i] + d);
+
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t head = r / (group * task.count), token = r / group % task.count;
+    take_query(call, task.seq, task.token + token, head * group + r % group, state.q + r * padded);
+    state.maximum[r] = kNoMaximum;
+  }
+  __builtin_memset(state.acc, 0, sizeof(float) * rows * padded);
+  __builtin_memset(state.sum, 0, sizeof(float) * rows * kAlign);
+
   for (int64_t first = task.begin; first < task.end; first += kStep, side ^= 1) {
     const bool more = first + kStep < task.end;
     if (more) find(side ^ 1, first + kStep);
@@ -288,7 +329,8 @@ static void combine(const PagedAttention& call, int64_t seq, int64_t count, cons
   const int64_t stride = static_cast<int64_t>(partial_floats(rows, dim));
   for (int64_t r = 0; r < rows; r++) {
     float maximum = kNoMaximum;
-    for (int64_t s = 0; s < spans; s++) maximum = partials[s * stride + r] > maximum ? partials[s * stride + r] : maximum;
+    for (int64_t s = 0; s < spans; s++)
+      maximum = partials[s * stride + r] > maximum ? partials[s * stride + r] : maximum;
     const int64_t head = r / (group * count) * group + r % group, token = r / group % count;
     float* out = call.output + ((call.cumulative[seq] + token) * call.heads + head) * dim;
     float sum = 0;

@@ -195,7 +195,8 @@ PagedAttention Kernel::call_from(const Tensor (&in)[kInputs]) const {
   call.seqs = in[kPast].shape[0];
   call.max_blocks = in[kTable].shape[1];
   if (call.head_dim < 1 || call.block_size < 1)
-    fail("key_cache is empty: found ", text(in[kKeyCache].shape), ", expected a block size and head size of at least 1");
+    fail("key_cache is empty: found ", text(in[kKeyCache].shape),
+         ", expected a block size and head size of at least 1");
   expect_shape(in[kKeyCache], kKeyCache, {call.blocks, call.block_size, kv_heads, call.head_dim});
   expect_shape(in[kValueCache], kValueCache, in[kKeyCache].shape);
   expect_shape(in[kQuery], kQuery, {call.tokens, heads * call.head_dim});
@@ -305,9 +306,15 @@ Operator make_operator(int key_element, int value_element) {
   op.GetInputType = [](const OrtCustomOp* base, size_t i) -> int {
     const Operator& op = *static_cast<const Operator*>(base);
     switch (i) {
-      case kKeyCache: return op.key_element;
-      case kValueCache: return op.value_element;
-      case kCumulative: case kPast: case kTable: case kSlots: return kInt32;
+      case kKeyCache:
+        return op.key_element;
+      case kValueCache:
+        return op.value_element;
+      case kCumulative:
+      case kPast:
+      case kTable:
+      case kSlots:
+        return kInt32;
     }
     return kFloat;
   };
@@ -316,7 +323,9 @@ Operator make_operator(int key_element, int value_element) {
     const Operator& op = *static_cast<const Operator*>(base);
     return i == kKeyCacheOut ? op.key_element : i == kValueCacheOut ? op.value_element : int{kFloat};
   };
-  op.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int { return i == kCos || i == kSin ? kOptional : kRequired; };
+  op.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
+    return i == kCos || i == kSin ? kOptional : kRequired;
+  };
   op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
   op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
   op.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 0; };
@@ -359,8 +368,10 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
                                                                                const OrtApiBase* base) {
   OrtApi api = base->GetApi(kApiVersion);
   if (!api) {
-    const std::string message = std::string("kiln::PagedAttention needs ONNX Runtime's API version 24 (1.24 or later): "
-                                            "found ONNX Runtime ") + base->GetVersionString();
+    const std::string message = std::string(
+                                    "kiln::PagedAttention needs ONNX Runtime's API version 24 (1.24 or later): "
+                                    "found ONNX Runtime ") +
+                                base->GetVersionString();
     return CreateStatus::of(base->GetApi(1))(kFail, message.c_str());
   }
   return guarded(api, [&] { require(api, AddCustomOpDomain::of(api)(options, domain_of(api))); });

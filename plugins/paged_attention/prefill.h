@@ -13,9 +13,9 @@
 
 namespace kiln::KILN_ISA {
 
-constexpr int kTile = 128;                           // positions per key tile
-constexpr int kBlockRows = 6;                        // rows per register block
-constexpr int kBlockVecs = kWidth == 16 ? 4 : 2;     // vectors per register block: 24 accumulators of 32, or 12 of 16
+constexpr int kTile = 128;                        // positions per key tile
+constexpr int kBlockRows = 6;                     // rows per register block
+constexpr int kBlockVecs = kWidth == 16 ? 4 : 2;  // vectors per register block: 24 accumulators of 32, or 12 of 16
 
 // c[kRows, kVecs vectors] = (kAdd ? c : 0) + a[kRows, depth] . b[depth, kVecs vectors].
 template <int kRows, int kVecs, bool kAdd>
@@ -61,17 +61,22 @@ static void multiply(int64_t rows, const float* a, int64_t lda, const float* b, 
                      int64_t depth, int64_t vecs) {
   for (; rows >= 6; rows -= 6, a += 6 * lda, c += 6 * ldc) multiply_rows<6, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
   switch (rows) {
-    case 5: return multiply_rows<5, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
-    case 4: return multiply_rows<4, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
-    case 3: return multiply_rows<3, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
-    case 2: return multiply_rows<2, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
-    case 1: return multiply_rows<1, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
+    case 5:
+      return multiply_rows<5, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
+    case 4:
+      return multiply_rows<4, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
+    case 3:
+      return multiply_rows<3, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
+    case 2:
+      return multiply_rows<2, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
+    case 1:
+      return multiply_rows<1, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
   }
 }
 
 struct PrefillState {
-  float *q, *acc, *maximum, *sum;        // [rows, padded], [rows, padded], [rows], [rows]
-  float *keys, *values, *scores;         // [dim, kTile], [kTile, padded], [kBlockRows, kTile]
+  float *q, *acc, *maximum, *sum;  // [rows, padded], [rows, padded], [rows], [rows]
+  float *keys, *values, *scores;   // [dim, kTile], [kTile, padded], [kBlockRows, kTile]
 };
 
 static PrefillState prefill_parts(const PagedAttention& call, int64_t count, float* scratch, size_t* total) {
@@ -107,9 +112,12 @@ static void pack_keys(const T* const* rows, int64_t count, int64_t offset, int64
         for (int i = 0; i < kWidth; i++) block[i] = load(rows[first + i] + offset + d);
       } else {
         for (int i = 0; i < kWidth; i++) {
-          if (first + i >= count) block[i] = Vec{};
-          else if (left == kWidth) block[i] = load(rows[first + i] + offset + d);
-          else block[i] = load_part(rows[first + i] + offset + d, static_cast<int>(left));
+          if (first + i >= count)
+            block[i] = Vec{};
+          else if (left == kWidth)
+            block[i] = load(rows[first + i] + offset + d);
+          else
+            block[i] = load_part(rows[first + i] + offset + d, static_cast<int>(left));
         }
       }
       transpose(block);
@@ -134,16 +142,21 @@ static void pack_tile(const PagedAttention& call, const Task& task, const void* 
   const T* rows[kTile];
   find_rows(call, task.seq, static_cast<const T*>(cache), first, count, rows);
   const int64_t offset = task.kv_head * call.head_dim;
-  if (keys) pack_keys(rows, count, offset, call.head_dim, dst);
-  else pack_values(rows, count, offset, call.head_dim, padded_dim(call), dst);
+  if (keys)
+    pack_keys(rows, count, offset, call.head_dim, dst);
+  else
+    pack_values(rows, count, offset, call.head_dim, padded_dim(call), dst);
 }
 
 static void pack_tile(CacheType type, const PagedAttention& call, const Task& task, const void* cache, int64_t first,
                       int64_t count, bool keys, float* dst) {
   switch (type) {
-    case CacheType::kFloat32: return pack_tile<F32>(call, task, cache, first, count, keys, dst);
-    case CacheType::kFloat16: return pack_tile<F16>(call, task, cache, first, count, keys, dst);
-    case CacheType::kBfloat16: return pack_tile<Bf16>(call, task, cache, first, count, keys, dst);
+    case CacheType::kFloat32:
+      return pack_tile<F32>(call, task, cache, first, count, keys, dst);
+    case CacheType::kFloat16:
+      return pack_tile<F16>(call, task, cache, first, count, keys, dst);
+    case CacheType::kBfloat16:
+      return pack_tile<Bf16>(call, task, cache, first, count, keys, dst);
   }
 }
 

@@ -200,15 +200,15 @@ KILN_INLINE Vec iota() {
 // of a, b, c and d.
 KILN_INLINE Vec sums_of_four(Vec a, Vec b, Vec c, Vec d) {
 #if defined(__AVX512F__)
-#define KILN_LOW(x, y) (Vec)_mm512_unpacklo_ps((__m512)(x), (__m512)(y))
-#define KILN_HIGH(x, y) (Vec)_mm512_unpackhi_ps((__m512)(x), (__m512)(y))
-#define KILN_LOW2(x, y) (Vec)_mm512_unpacklo_pd((__m512d)(x), (__m512d)(y))
-#define KILN_HIGH2(x, y) (Vec)_mm512_unpackhi_pd((__m512d)(x), (__m512d)(y))
+#define KILN_LOW(x, y) (Vec) _mm512_unpacklo_ps((__m512)(x), (__m512)(y))
+#define KILN_HIGH(x, y) (Vec) _mm512_unpackhi_ps((__m512)(x), (__m512)(y))
+#define KILN_LOW2(x, y) (Vec) _mm512_unpacklo_pd((__m512d)(x), (__m512d)(y))
+#define KILN_HIGH2(x, y) (Vec) _mm512_unpackhi_pd((__m512d)(x), (__m512d)(y))
 #elif defined(__AVX2__)
-#define KILN_LOW(x, y) (Vec)_mm256_unpacklo_ps((__m256)(x), (__m256)(y))
-#define KILN_HIGH(x, y) (Vec)_mm256_unpackhi_ps((__m256)(x), (__m256)(y))
-#define KILN_LOW2(x, y) (Vec)_mm256_unpacklo_pd((__m256d)(x), (__m256d)(y))
-#define KILN_HIGH2(x, y) (Vec)_mm256_unpackhi_pd((__m256d)(x), (__m256d)(y))
+#define KILN_LOW(x, y) (Vec) _mm256_unpacklo_ps((__m256)(x), (__m256)(y))
+#define KILN_HIGH(x, y) (Vec) _mm256_unpackhi_ps((__m256)(x), (__m256)(y))
+#define KILN_LOW2(x, y) (Vec) _mm256_unpacklo_pd((__m256d)(x), (__m256d)(y))
+#define KILN_HIGH2(x, y) (Vec) _mm256_unpackhi_pd((__m256d)(x), (__m256d)(y))
 #else
 #define KILN_LOW(x, y) __builtin_shufflevector(x, y, 0, 4, 1, 5)
 #define KILN_HIGH(x, y) __builtin_shufflevector(x, y, 2, 6, 3, 7)
@@ -225,7 +225,8 @@ KILN_INLINE void store_sixteen(float* dst, Vec a, Vec b, Vec c, Vec d) {
 #if defined(__AVX512F__)
   // Adding 128-bit lanes 0 + 1 and 2 + 3 of two vectors, twice, leaves quads in order.
   auto pairs = [](Vec x, Vec y) __attribute__((always_inline)) {
-    return (Vec)_mm512_shuffle_f32x4((__m512)x, (__m512)y, 0x88) + (Vec)_mm512_shuffle_f32x4((__m512)x, (__m512)y, 0xdd);
+    return (Vec)_mm512_shuffle_f32x4((__m512)x, (__m512)y, 0x88) +
+           (Vec)_mm512_shuffle_f32x4((__m512)x, (__m512)y, 0xdd);
   };
   store(dst, pairs(pairs(a, b), pairs(c, d)));
 #elif defined(__AVX2__)

@@ -14,9 +14,12 @@ static void store_row(void* cache, int64_t slot, int64_t row_size, int64_t offse
 static void store_row(CacheType type, void* cache, int64_t slot, int64_t row_size, int64_t offset, const float* src,
                       int64_t n) {
   switch (type) {
-    case CacheType::kFloat32: return store_row<F32>(cache, slot, row_size, offset, src, n);
-    case CacheType::kFloat16: return store_row<F16>(cache, slot, row_size, offset, src, n);
-    case CacheType::kBfloat16: return store_row<Bf16>(cache, slot, row_size, offset, src, n);
+    case CacheType::kFloat32:
+      return store_row<F32>(cache, slot, row_size, offset, src, n);
+    case CacheType::kFloat16:
+      return store_row<F16>(cache, slot, row_size, offset, src, n);
+    case CacheType::kBfloat16:
+      return store_row<Bf16>(cache, slot, row_size, offset, src, n);
   }
 }
 
