@@ -2,7 +2,8 @@
 
 Speed is taken through the runtime that serves requests. Limits are measured in the same run, before and after,
 the better counts: L_read, bytes/s that the threads read from memory, and L_product, FP32 operations/s of ONNX
-Runtime's MatMul, best over a few shapes. With them, floors (the best values possible; `pipeline.floors` counts operations and bytes):
+Runtime's MatMul, best over a few shapes. With them, floors, the best values possible (`pipeline.floors` counts
+operations and bytes):
 
     prefill n       n / max(prefill operations(n) / L_product, weight bytes / L_read)         tokens/s
     decode, batch b b / max(decode bytes(b, c) / L_read, decode operations(b, c) / L_product)  tokens/s
