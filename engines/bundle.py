@@ -74,6 +74,28 @@ def file_records(folder: Path) -> dict[str, FileRecord]:
 
 def open_bundle(path: Path) -> EngineBundle:
     """Verify a bundle completely and return it. Raises BundleError naming what is wrong."""
+    while True:
+        folder = _inode(path)
+        try:
+            return _verified_bundle(path)
+        except OSError as error:
+            reason = BundleError(f"{path} cannot be read: {error}; check the path and its permissions")
+            reason.__cause__ = error
+        except BundleError as error:
+            reason = error
+        if _inode(path) == folder:  # else a builder replaced the bundle while we read it
+            raise reason
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _verified_bundle(path: Path) -> EngineBundle:
     if not path.is_dir():
         raise BundleError(f"{path} is not a folder; expected an engine bundle made by build-engine")
     manifest_path, identity_path = path / MANIFEST, path / IDENTITY
@@ -102,7 +124,7 @@ def _manifest_from_json(path: Path, text: bytes) -> Manifest:
     try:
         document = json.loads(text)
         version = document.get("schema_version")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise BundleError(f"{path} is not a JSON object: {error}; rebuild the bundle") from error
     if version != SCHEMA_VERSION:
         raise BundleError(
@@ -120,8 +142,8 @@ def _manifest_from_json(path: Path, text: bytes) -> Manifest:
 def _verify_files(path: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         file = path / name
-        if not file.resolve().is_relative_to(path.resolve()):
-            raise BundleError(f"{path / MANIFEST} names the file '{name}', which lies outside the bundle")
+        if "\0" in name or not file.resolve().is_relative_to(path.resolve()):
+            raise BundleError(f"{path / MANIFEST} names the file {name!r}, which lies outside the bundle")
         if not file.is_file():
             raise BundleError(f"{path} lacks the file {name}; copy the whole folder again, or rebuild the bundle")
         size = file.stat().st_size
