@@ -202,7 +202,7 @@ def _output_check(row: OutputRow, tolerances: Tolerances, where: str = "") -> Ch
 def _greedy_check(rows: Sequence[PromptRow], tolerances: Tolerances) -> Check:
     whole = sum(row.agreed == row.tokens for row in rows)
     share = sum(row.agreed for row in rows) / sum(row.tokens for row in rows)
-    note = f"{whole} of {len(rows)} prompts agree on all {rows[0].tokens} tokens"
+    note = f"all {rows[0].tokens} tokens agree on {whole} of {len(rows)} prompts"
     return check_from_limit("greedy_agreement", "greedy agreement", share, "at least", tolerances.greedy, note)
 
 

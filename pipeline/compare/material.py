@@ -69,7 +69,7 @@ def material_from_files(
         prompts_origin = f"{len(made)} prompts made from Kiln's own text, {lengths} tokens"
     else:
         made = _prompts_from_lines(_read(prompts, "--prompts"), encode, prompts, max_context - new_tokens)
-        prompts_origin = f"{len(made)} prompts of {prompts}, one a line"
+        prompts_origin = f"the lines of {prompts}, {len(made)} in all"
     return Material(tuple(cut), f"{named}, {len(cut)} of {len(tokens)} tokens", made, prompts_origin)
 
 

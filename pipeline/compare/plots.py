@@ -126,8 +126,8 @@ def _greedy_plot(report: ComparisonReport) -> Plot:
         axes.grid(axis="y", visible=False)
 
     whole = sum(row.agreed == row.tokens for row in rows)
-    sentence = f"{whole} of {len(rows)} prompts agree on all {rows[0].tokens} tokens."
-    return _plot("Greedy agreement by prompt", sentence, draw, max(_HEIGHT, 0.9 + _ROW * len(rows)))
+    sentence = f"On {whole} of {len(rows)} prompts all {rows[0].tokens} tokens agree."
+    return _plot("Greedy agreement by prompt", sentence, draw, 1.1 + _ROW * len(rows))
 
 
 def _output_plot(report: ComparisonReport) -> Plot:
@@ -159,7 +159,7 @@ def _output_plot(report: ComparisonReport) -> Plot:
         axes.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 0.98), labelcolor=INK)
 
     sentence = f"Over {sum(row.elements for row in rows):,} elements; the dashed line is the absolute limit."
-    return _plot("Error by output", sentence, draw, max(_HEIGHT, 1.0 + 2 * _ROW * len(rows)))
+    return _plot("Error by output", sentence, draw, 1.3 + 2 * _ROW * len(rows))
 
 
 def _log_line(axes: "Axes", x: Sequence[int], values: Sequence[float], limit: float) -> None:

@@ -1,6 +1,7 @@
 """Per-token statistics against plain formulas, and texts of hand-made language models."""
 
 import math
+import tracemalloc
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -99,6 +100,33 @@ def test_scoring_takes_at_most_one_chunk_at_a_time_and_windows_predict_from_thei
     assert result.figures["perplexity_a"] == pytest.approx(math.exp(np.mean(nll)), rel=1e-6)
     assert result.curves.window_starts == (0, 8, 16, 24)
     assert not all(check.passed for check in result.checks)
+
+
+class NoisyModel(TableModel):
+    """Fresh random logits for every token: nothing that grows with the text but what the comparison keeps."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(np.zeros((1, 1)))
+        self.vocab_size = vocabulary
+
+    def logits(self, token_ids: Sequence[int], chunk: int) -> Iterator[NDArray[np.float32]]:
+        generator = np.random.default_rng(0)
+        for start in range(0, len(token_ids), chunk):
+            yield generator.random((min(chunk, len(token_ids) - start), self.vocab_size), dtype=np.float32)
+
+
+def test_memory_does_not_grow_with_the_text() -> None:
+    def peak(tokens: int) -> int:
+        model = NoisyModel(4000)
+        tracemalloc.start()
+        try:
+            compare_text(model, model, [0] * tokens, 512, 16, TOLERANCES)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    short, long = peak(100), peak(3000)  # all logits of one side of the long text would take 48 MB
+    assert long < short + 1_000_000
 
 
 def test_nan_logits_fail_every_check_they_reach() -> None:
