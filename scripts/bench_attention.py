@@ -1,7 +1,8 @@
 """Measures the CPU attention kernel against what the machine can do, in one run: a table, then one JSON line.
 
 Decode is compared with read bandwidth, prefill with onnxruntime's own FP32 matrix product and with the FP32 peak.
-Every figure is the best of several rounds; kernel and yardstick alternate, so that a busy machine slows both.
+Kernel and yardstick alternate, so that a busy machine slows both. Rates are the best of all rounds; a share is best
+over best, and in brackets the median of the shares within one round.
 
     python scripts/bench_attention.py [--threads N] [--rounds N] [--isa auto,avx2,plain]
 """
@@ -9,6 +10,7 @@ Every figure is the best of several rounds; kernel and yardstick alternate, so t
 import argparse
 import ctypes
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -34,6 +36,7 @@ DTYPES = {
     "bfloat16": (np.dtype(ml_dtypes.bfloat16), TensorProto.BFLOAT16),
     "int32": (np.dtype(np.int32), TensorProto.INT32),
 }
+BANDWIDTH, PEAK, PRODUCT = "read bandwidth", "FP32 peak", "best product"
 PRODUCTS = ((2048, 2048, 2048), (512, 576, 1536), (512, 1536, 576))
 
 
@@ -162,50 +165,53 @@ def best_seconds(call: Callable[[], object], at_least: float = 0.15) -> float:
     return best
 
 
-def measure(isas: list[str], threads: int, rounds: int) -> dict[str, float]:
-    """Rates in bytes/s (decode, bandwidth) and operations/s (the rest), the best over all rounds."""
+def measure(isas: list[str], threads: int, rounds: int) -> list[dict[str, float]]:
+    """Per round: rates in bytes/s (decode, bandwidth) and operations/s (the rest)."""
     library = ctypes.CDLL(str(cpu_library()))
     calls = {work: attention_call(work, threads) for work in (*DECODE, *PREFILL)}
     products = {shape: product_call(*shape, threads) for shape in PRODUCTS}
-    rates: dict[str, float] = {}
-
-    def keep(name: str, rate: float) -> None:
-        rates[name] = max(rate, rates.get(name, 0))
-
+    results = []
     for _ in range(rounds):
-        keep("read bandwidth", read_bandwidth(threads=threads, repetitions=4))
-        keep("fp32 peak", fp32_peak(threads, 0.2))
+        rates = {
+            BANDWIDTH: read_bandwidth(threads=threads, repetitions=8),
+            PEAK: fp32_peak(threads, 0.2),
+        }
         for shape, call in products.items():
-            rate = 2 * np.prod(shape, dtype=float) / best_seconds(call)
-            keep("matmul " + "x".join(map(str, shape)), float(rate))
+            rates["matmul " + "x".join(map(str, shape))] = float(2 * np.prod(shape, dtype=float)) / best_seconds(call)
+        rates[PRODUCT] = max(rate for name, rate in rates.items() if name.startswith("matmul"))
         for isa in isas:
             if library.kiln_set_isa(ISAS[isa]) < 0:
                 continue
             for work, call in calls.items():
                 amount = work.cache_bytes if work in DECODE else work.causal_ops
-                keep(f"{work.name} {isa}", amount / best_seconds(call))
+                rates[f"{work.name} {isa}"] = amount / best_seconds(call)
         library.kiln_set_isa(0)
-    return rates
+        results.append(rates)
+    return results
 
 
-def report(rates: dict[str, float], isas: list[str], threads: int) -> None:
-    bandwidth, peak = rates["read bandwidth"], rates["fp32 peak"]
-    product = max(rate for name, rate in rates.items() if name.startswith("matmul"))
+def report(rounds: list[dict[str, float]], isas: list[str], threads: int) -> None:
+    best = {name: max(rates[name] for rates in rounds) for name in rounds[0]}
+
+    def share(name: str, yardstick: str) -> str:
+        median = statistics.median(rates[name] / rates[yardstick] for rates in rounds)
+        return f"{best[name] / best[yardstick]:>7.0%} ({median:.0%})"
+
     print(f"{threads} threads; {HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM}, blocks of {BLOCK}, shuffled")
-    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s; FP32 peak {peak / 1e9:.0f} Gop/s")
-    print("; ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in rates.items() if name.startswith("matmul")))
-    print(f"{'workload':<28}{'set':<8}{'rate':>14}  {'of bandwidth':>13}{'of product':>12}{'of peak':>9}")
+    print(f"{BANDWIDTH} {best[BANDWIDTH] / 1e9:.1f} GB/s; {PEAK} {best[PEAK] / 1e9:.0f} Gop/s")
+    print("; ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in best.items() if name.startswith("matmul")))
+    print(f"{'workload':<28}{'set':<8}{'rate':>14}  {'of bandwidth':>14}{'of product':>14}{'of peak':>14}")
     for isa in isas:
         for work in (*DECODE, *PREFILL):
-            rate = rates.get(f"{work.name} {isa}")
-            if rate is None:
+            name = f"{work.name} {isa}"
+            if name not in best:
                 continue
             if work in DECODE:
-                print(f"{work.name:<28}{isa:<8}{rate / 1e9:>9.1f} GB/s  {rate / bandwidth:>13.0%}")
+                print(f"{work.name:<28}{isa:<8}{best[name] / 1e9:>9.1f} GB/s  {share(name, BANDWIDTH):>14}")
             else:
-                shares = f"{rate / product:>12.0%}{rate / peak:>9.0%}"
-                print(f"{work.name:<28}{isa:<8}{rate / 1e9:>8.1f} Gop/s  {'':>13}{shares}")
-    print(json.dumps({"threads": threads, **{name: round(rate / 1e9, 2) for name, rate in rates.items()}}))
+                shares = f"{share(name, PRODUCT):>14}{share(name, PEAK):>14}"
+                print(f"{work.name:<28}{isa:<8}{best[name] / 1e9:>8.1f} Gop/s  {'':>14}{shares}")
+    print(json.dumps({"threads": threads, **{name: round(rate / 1e9, 2) for name, rate in best.items()}}))
 
 
 def main() -> None:
