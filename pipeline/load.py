@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
+_MOST_LAYERS = 1000
+"""Building the skeleton of a configuration with more, surely a damaged one, would take minutes."""
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+
+
 @dataclass(frozen=True)
 class Description:
     """What a model's configuration says. `parameters` counts tied weights once."""
@@ -64,7 +76,7 @@ def describe(source: ModelSource) -> Description | None:
 
     with _quiet(), _readable(source):
         config = transformers.AutoConfig.from_pretrained(**_location(source))
-    architecture = (config.architectures or [""])[0]
+    architecture = str((config.architectures or [""])[0])
     if not architecture and source.kind == "gguf":
         mapping: Any = transformers.AutoModelForCausalLM._model_mapping
         architecture = mapping[type(config)].__name__ if type(config) in mapping else ""
@@ -86,6 +98,11 @@ def describe(source: ModelSource) -> Description | None:
             f"{source.target}: {architecture} routes tokens to experts, which torch cannot export with packed tokens "
             "and Kiln does not rewrite yet; use a dense model"
         )
+    text = config.get_text_config()
+    for field, most in (("num_hidden_layers", _MOST_LAYERS), ("max_position_embeddings", 2**31 - 1)):
+        value = getattr(text, field, 1)
+        if not isinstance(value, int) or not 1 <= value <= most:
+            raise KilnError(f"{source.target}: {field} is {value!r}; expected 1 to {most}")
     with torch.device("meta"), _quiet(), _readable(source):
         skeleton = model_class(config)
     skeleton.tie_weights()
@@ -105,22 +122,37 @@ def load(source: ModelSource, description: Description | None = None) -> TorchMo
 
 def _load_pretrained(source: ModelSource, description: Description) -> TorchModel:
     import torch
-    import transformers
 
     with _quiet(), _readable(source):
-        module = description.model_class.from_pretrained(
-            **_location(source), config=description.config, dtype=torch.float32
+        loaded: Any = description.model_class.from_pretrained(
+            **_location(source), config=description.config, dtype=torch.float32, output_loading_info=True
+        )
+    module, info = loaded
+    if missing := sorted(info["missing_keys"]):  # transformers gives them random values
+        raise KilnError(
+            f"{source.target} lacks {len(missing)} weights of {description.architecture}, {missing[0]} for one; "
+            "copy the whole model again, or correct 'architectures' in its config.json"
         )
     module = module.eval().requires_grad_(False)
-    tokenizer = None
-    with _quiet():
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(**_location(source))
-        except (OSError, ValueError, KeyError) as error:
-            if description.is_decoder and source.kind == "gguf":
-                raise KilnError(f"{source.target}: the tokenizer inside could not be read: {error}") from error
+    tokenizer = _tokenizer(source)
     example, dynamic = (None, None) if description.is_decoder else _example_inputs(module, tokenizer)
     return TorchModel(source, module, description.architecture, description.is_decoder, tokenizer, example, dynamic)
+
+
+def _tokenizer(source: ModelSource) -> "PreTrainedTokenizerBase | None":
+    """The model's tokenizer; None for a folder that has none of a tokenizer's files."""
+    import transformers
+
+    if source.kind == "huggingface" and not any(file.name in _TOKENIZER_FILES for file in source.files):
+        return None
+    with _quiet():
+        try:
+            return transformers.AutoTokenizer.from_pretrained(**_location(source))
+        except Exception as error:  # the tokenizers library raises Exception itself
+            raise KilnError(
+                f"{source.target}: its tokenizer could not be read: {_first_line(error)}; copy the model again, or "
+                "remove the tokenizer's files to build without one"
+            ) from error
 
 
 def _load_callable(source: ModelSource) -> TorchModel:
@@ -246,11 +278,16 @@ def _readable(source: ModelSource) -> Iterator[None]:
     except KilnError:
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         what = "a GGUF file" if source.kind == "gguf" else "a Hugging Face model folder"
         raise KilnError(
-            f"{source.target} could not be read as {what}: {reason}; it may be truncated or of an unsupported kind"
+            f"{source.target} could not be read as {what}: {_first_line(error)}; "
+            "it may be truncated or of an unsupported kind"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 @contextmanager
