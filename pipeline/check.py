@@ -17,13 +17,17 @@ from engines.manifest import CheckRecord
 from passes.onnx_model import DecoderSpec, OnnxModel, load_structure
 from pipeline.compare.inputs import InputSpec, input_specs_from_graph, samples_from_inputs
 from plugins.errors import KilnError
+from plugins.paged_attention.schema import CacheDtype
 
 if TYPE_CHECKING:
     from pipeline.load import TorchModel
 
-LIMIT = 1e-4
-"""Largest max|engine - reference| / max|reference|: FP32 rounding, accumulated over a deep network."""
-_ORIGIN = "FP32 sums in another order over a deep network"
+LIMITS: dict[CacheDtype, tuple[float, str]] = {
+    "float32": (1e-4, "FP32 sums in another order over a deep network"),
+    "float16": (1e-2, "keys and values rounded to 10 bits of mantissa in the cache"),
+    "bfloat16": (5e-2, "keys and values rounded to 7 bits of mantissa in the cache"),
+}
+"""By type of the KV cache: the largest max|engine - reference| / max|reference| allowed, and why."""
 _SAMPLES = 3
 
 Infer = Callable[[Mapping[str, NDArray]], Mapping[str, NDArray]]
@@ -32,13 +36,13 @@ Infer = Callable[[Mapping[str, NDArray]], Mapping[str, NDArray]]
 def check_against_torch(
     model: "TorchModel", engine: Path, decoder: DecoderSpec | None, plugins: list[Path]
 ) -> CheckRecord:
-    """Compare the engine with the torch model. Raises KilnError beyond LIMIT."""
+    """Compare the engine with the torch model. Raises KilnError beyond the limit."""
     from pipeline.compare.torch_subject import torch_subject_from_model
 
     if decoder is not None:
         with _engine_runs():
             error = _decoder_error(model, engine, decoder, plugins)
-        return _verdict("logits against torch", error)
+        return _verdict("logits against torch", error, decoder.kv.dtype)
     subject = torch_subject_from_model(model)
     with _engine_runs():
         error = _plain_error(engine, plugins, subject.inputs, subject.infer)  # type: ignore[union-attr]
@@ -70,7 +74,9 @@ def check_decoder_alone(engine: Path, decoder: DecoderSpec, plugins: list[Path])
     with _engine_runs():
         whole = _packed_logits(engine, decoder, plugins, [ids], [[24]])
         parts = _packed_logits(engine, decoder, plugins, [ids], [[9], [1], [14]])
-    return _verdict("logits of a prompt in chunks against the whole", _relative_error(parts[0], whole[0]))
+    return _verdict(
+        "logits of a prompt in chunks against the whole", _relative_error(parts[0], whole[0]), decoder.kv.dtype
+    )
 
 
 @contextmanager
@@ -84,13 +90,14 @@ def _engine_runs() -> Iterator[None]:
         raise KilnError(f"the engine does not run: {ort_message(error)}; nothing was published") from error
 
 
-def _verdict(name: str, error: float) -> CheckRecord:
-    if not error <= LIMIT:  # a NaN fails
+def _verdict(name: str, error: float, cache_dtype: CacheDtype = "float32") -> CheckRecord:
+    limit, origin = LIMITS[cache_dtype]
+    if not error <= limit:  # a NaN fails
         raise KilnError(
-            f"the engine is wrong: {name}, max|difference| / max|reference| is {error:.3g}, limit {LIMIT:.0e} "
-            f"({_ORIGIN}); nothing was published. Please report the model's architecture"
+            f"the engine is wrong: {name}, max|difference| / max|reference| is {error:.3g}, limit {limit:.0e} "
+            f"({origin}); nothing was published. Please report the model's architecture"
         )
-    return CheckRecord(name=name, value=error, limit=LIMIT, origin=_ORIGIN)
+    return CheckRecord(name=name, value=error, limit=limit, origin=origin)
 
 
 def _plain_error(engine: Path, plugins: list[Path], specs: tuple[InputSpec, ...], reference: Infer) -> float:
