@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from plugins.errors import KilnError
-from plugins.paged_attention.schema import CacheDtype
+from plugins.paged_attention.schema import CACHE_ITEMSIZE, CacheDtype
 
 Precision = Literal["fp32"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
@@ -22,6 +22,12 @@ class BuildConfig:
     out: Path | None = None
 
     def __post_init__(self) -> None:
+        for name, value, known in (
+            ("precision", self.precision, PRECISIONS),
+            ("kv_dtype", self.kv_dtype, CACHE_ITEMSIZE),
+        ):
+            if value not in known:
+                raise KilnError(f"{name} is {value!r}; expected one of {', '.join(known)}")
         if not 1 <= self.block_size <= 256:
             raise KilnError(f"block size is {self.block_size}; expected 1 to 256 tokens")
         if self.max_context is not None and self.max_context < 1:
