@@ -75,8 +75,6 @@ def decoder_spec(model: TorchModel, config: BuildConfig) -> DecoderSpec:
     """What the runtime must know of a decoder, from the model itself."""
     text = model.pretrained.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
-    if config.max_context is not None and limit is not None and config.max_context > limit:
-        raise KilnError(f"maximum context is {config.max_context}, but {model.architecture} has {limit} positions")
     return DecoderSpec(
         kv=KvSpec(layers=kv_layers(model.pretrained), block_size=config.block_size, dtype=config.kv_dtype),
         vocab_size=text.vocab_size,

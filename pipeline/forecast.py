@@ -46,7 +46,7 @@ class Forecast:
 
 
 def forecast_from_description(description: "Description", sku: Sku, config: BuildConfig) -> Forecast:
-    """From a configuration, before any weight is read."""
+    """From a configuration, before any weight is read. Raises KilnError for a context that the model cannot have."""
     text = description.config.get_text_config()
     per_token = None
     if description.is_decoder:
@@ -54,7 +54,13 @@ def forecast_from_description(description: "Description", sku: Sku, config: Buil
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         per_token = 2 * text.num_hidden_layers * kv_heads * head_dim * CACHE_ITEMSIZE[config.kv_dtype]
-    limit = config.max_context or getattr(text, "max_position_embeddings", None)
+    positions = getattr(text, "max_position_embeddings", None)
+    if config.max_context is not None and positions is not None and config.max_context > positions:
+        raise KilnError(
+            f"maximum context is {config.max_context}, but {description.architecture} has {positions} positions; "
+            f"choose --max-context {positions} or less"
+        )
+    limit = config.max_context or positions
     return _forecast(sku, description.parameters * _PRECISION_BYTES[config.precision], per_token, limit)
 
 
