@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from engines.bundle import EngineBundle, file_records, refuse_foreign_target, temporary_sibling, write_bundle
+from engines.bundle import EngineBundle, file_records, refuse_unusable_target, temporary_sibling, write_bundle
 from engines.manifest import (
     BackendRecord,
     CheckRecord,
@@ -69,9 +69,10 @@ def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Pr
     skus = [_sku_for(name, config) for name in sku_names]
     with progress.stage("find the model"):
         source = resolve_source(spec)
+    progress.detail(f"{source.kind} model at {source.target}, sha256 {source.sha256}")
     targets = _targets(source, skus, config)
     for path in targets:
-        refuse_foreign_target(path)
+        refuse_unusable_target(path)
     torch_model = None
     with progress.stage("read its configuration"):
         description = describe(source)
@@ -90,6 +91,7 @@ def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Pr
     with temporary_sibling(targets[0]) as workspace:
         with progress.stage("export to ONNX"):
             onnx_model = _onnx_model(source, torch_model, workspace / ENGINE, config)
+        progress.detail(f"{onnx_model.parameters:,} values in initializers, sha256 {onnx_model.sha256}")
         inputs = _Inputs(source, onnx_model, torch_model)
         return [
             Built(_build_for_sku(inputs, sku, path, config, progress), forecast)
@@ -156,8 +158,13 @@ def _build_for_sku(inputs: _Inputs, sku: Sku, path: Path, config: BuildConfig, p
         if inputs.onnx_model.decoder is not None:
             with progress.stage(f"{sku.name}: compile attention"):
                 plugins = (_copy_plugin(folder),)
+            progress.detail(f"{plugins[0].operator} in {plugins[0].file}, ABI {plugins[0].abi_hash}")
         with progress.stage(f"{sku.name}: graph passes"):
             model, passes = optimize(inputs.onnx_model, folder / ENGINE, sku)
+        for record in passes:
+            progress.detail(
+                f"{record.name}: {'changed' if record.changed else 'left'} the graph, {record.seconds:.3f} s"
+            )
         with progress.stage(f"{sku.name}: check"):
             check = _check(inputs, model, folder, plugins)
         progress.note(f"{check.name}: error {check.value:.1e}, limit {check.limit:.0e} ({check.origin})")
