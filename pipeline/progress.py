@@ -32,4 +32,4 @@ class Progress:
     def detail(self, text: str) -> None:
         """A line for --verbose."""
         if self.verbose:
-            self.console.print(f"    {text}", style="dim", markup=False)
+            self.console.print(f"    {text}", style="dim", markup=False, soft_wrap=True)
