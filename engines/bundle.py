@@ -175,7 +175,7 @@ def write_bundle(path: Path, fill: Callable[[Path], Manifest]) -> EngineBundle:
     `fill` puts the files into the temporary sibling folder that it is given and returns their manifest.
     Builders of one path may run at once, the last to finish wins.
     """
-    refuse_foreign_target(path)
+    refuse_unusable_target(path)
     path = path.resolve()  # a link stays, what it names is replaced
     with temporary_sibling(path) as folder:
         manifest = fill(folder)
@@ -188,10 +188,13 @@ def write_bundle(path: Path, fill: Callable[[Path], Manifest]) -> EngineBundle:
     return EngineBundle(path, manifest, identity)
 
 
-def refuse_foreign_target(path: Path) -> None:
-    """Raise BundleError where `path` holds something that is not a bundle of ours to replace."""
+def refuse_unusable_target(path: Path) -> None:
+    """Raise BundleError where `path` holds something that is not a bundle of ours to replace, or cannot be made."""
     if path.exists() and not (path / MANIFEST).is_file():
         raise BundleError(f"{path} exists and is not an engine bundle; choose another --out or remove it")
+    parent = next(parent for parent in path.resolve().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise BundleError(f"cannot write {path}: {parent} is no folder that may be written; choose another --out")
 
 
 @contextmanager
@@ -203,15 +206,17 @@ def temporary_sibling(path: Path) -> Iterator[Path]:
     path = path.resolve()
     parent_is_new = not path.parent.exists()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder, lock = _locked_sibling(path)
-    except OSError as error:
-        raise BundleError(f"cannot write beside {path}: {error.strerror}; choose another --out") from error
-    try:
-        yield folder
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            folder, lock = _locked_sibling(path)
+        except OSError as error:
+            raise BundleError(f"cannot write beside {path}: {error.strerror}; choose another --out") from error
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
         if parent_is_new:
             with suppress(OSError):  # not empty: the bundle is in it
                 path.parent.rmdir()
@@ -227,9 +232,13 @@ def _locked_sibling(path: Path) -> tuple[Path, int]:
             if leftover.name.startswith(prefix):
                 _remove_unless_locked(leftover)
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
-        folder.chmod(0o755)
-        lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            folder.chmod(0o755)
+            lock = os.open(folder, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except BaseException:  # an interrupt
+            folder.rmdir()
+            raise
     finally:
         os.close(parent)
     return folder, lock

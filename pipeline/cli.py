@@ -125,7 +125,10 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
     if as_json:
         print(opened.manifest.model_dump_json(indent=2))
     else:
-        Console(highlight=False).print(_bundle_table(opened))
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 200  # a digest in one piece, for those who search the text
+        console.print(_bundle_table(opened))
 
 
 kiln_group.add_command(run_bundle_command)

@@ -57,7 +57,7 @@ def run_bundle_command(
 
 def _piped() -> str:
     try:
-        prompt = sys.stdin.read()
+        prompt = sys.stdin.buffer.read().decode()  # sys.stdin itself may let wrong bytes through
     except UnicodeDecodeError as error:
         raise KilnError(f"standard input is not UTF-8 text ({error}); pipe a text file") from error
     if not prompt.strip():
@@ -83,6 +83,10 @@ def _converse(engine: Engine, history: Messages, raw: bool, sampling: SamplingPa
 
 def _answer(engine: Engine, history: Messages, prompt: str, raw: bool, sampling: SamplingParams) -> str:
     """Stream one answer to standard output. An interrupt ends the answer, not the program's bookkeeping."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # bytes of the command line or the terminal that Python could not decode
+        raise KilnError(f"the prompt is not UTF-8 text ({error}); type it in UTF-8") from error
     if raw:
         request = Request(prompt, sampling)
     else:

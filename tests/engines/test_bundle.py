@@ -277,7 +277,7 @@ def test_a_foreign_target_is_not_touched(tmp_path, kind):
 
 def test_a_parent_that_is_a_file_is_named(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(BundleError, match="cannot write beside"):
+    with pytest.raises(BundleError, match=r"cannot write .* is no folder that may be written"):
         make(tmp_path / "file" / "bundle")
 
 
@@ -435,7 +435,7 @@ def test_kill_a_real_build(tiny_llama_bundle, tiny_llama_folder, tmp_path):
     shutil.copytree(tiny_llama_bundle.path, path)
     command = [shutil.which("build-engine"), str(tiny_llama_folder), "--out", str(path), "--block-size", "32"]
     assert command[0], "install the console scripts: pip install -e ."
-    for stage in ("load weights", "export to ONNX", "graph passes", "check"):
+    for stage in ("load weights", "graph passes", "check"):
         process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         assert process.stderr
         for line in process.stderr:

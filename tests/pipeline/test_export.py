@@ -313,7 +313,7 @@ def test_a_model_above_two_gigabytes(silent, tmp_path, monkeypatch):
     finally:
         for file in built.bundle.path.rglob("*.data"):
             file.unlink()
-    assert seconds < 120
+    assert seconds < 60
 
 
 @pytest.mark.parametrize("model", ["returns nothing", "raises", "branches on data"])
