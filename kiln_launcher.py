@@ -7,6 +7,8 @@ nothing but the standard library, and checks where each of the four would come f
 
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PACKAGES = ("plugins", "passes", "engines", "pipeline")
@@ -41,17 +43,29 @@ def _guarded(command: str) -> None:
         raise SystemExit(2) from None
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C while modules are imported ends as quietly as later."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
 def build_engine() -> None:
     """Console script `build-engine`."""
-    _guarded("build-engine")
-    from pipeline.cli import build_engine_command, run_command
+    with _interruptible():
+        _guarded("build-engine")
+        from pipeline.cli import build_engine_command, run_command
 
-    run_command(build_engine_command)
+        run_command(build_engine_command)
 
 
 def kiln() -> None:
     """Console script `kiln`."""
-    _guarded("kiln")
-    from pipeline.cli import kiln_group, run_command
+    with _interruptible():
+        _guarded("kiln")
+        from pipeline.cli import kiln_group, run_command
 
-    run_command(kiln_group)
+        run_command(kiln_group)

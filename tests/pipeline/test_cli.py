@@ -227,6 +227,21 @@ def test_an_interrupted_build_leaves_nothing(tiny_llama_folder, tmp_path):
         assert os.listdir(tmp_path) == []
 
 
+def test_interrupted_while_modules_are_imported(tmp_path):
+    code = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pipeline.forecast":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+import kiln_launcher
+kiln_launcher.kiln()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "interrupted\n")
+
+
 def test_an_early_closed_pipe(tiny_llama_bundle, tmp_path):
     program = command("kiln", "inspect", tiny_llama_bundle.path, "--json")
     process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
