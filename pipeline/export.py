@@ -5,8 +5,11 @@ their own input and output names. Weights go to one external data file beside th
 whatever its size; traces of the exporting machine are removed.
 """
 
+import io
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,9 +47,7 @@ def export_model(model: TorchModel, path: Path, config: BuildConfig) -> OnnxMode
 
     traced = _trace_decoder(model, config) if model.is_decoder else _trace_plain(model)
     try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it reports that torchvision is absent
+        with torch.no_grad(), _silent():
             program = torch.onnx.export(
                 traced.module,
                 traced.args,
@@ -60,8 +61,8 @@ def export_model(model: TorchModel, path: Path, config: BuildConfig) -> OnnxMode
     except torch.onnx.errors.OnnxExporterError as error:
         cause = error.__cause__ or error
         raise KilnError(
-            f"{model.source.spec}: torch could not export {model.architecture}: {str(cause).strip()[:2000]}\n"
-            "If a dimension is fixed by the model, pass dynamic_shapes from a module:callable"
+            f"{model.source.spec}: torch could not export {model.architecture}: {_reason(cause)}; if a dimension is "
+            "fixed by the model, pass dynamic_shapes from a module:callable"
         ) from error
     assert program is not None
     _remove_traces(program.model)
@@ -71,16 +72,53 @@ def export_model(model: TorchModel, path: Path, config: BuildConfig) -> OnnxMode
     return onnx_model_from_path(path)
 
 
+@contextmanager
+def _silent() -> Iterator[None]:
+    """torch's exporter warns of absent optional packages, and prints whole graphs when it fails."""
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _reason(error: BaseException) -> str:
+    """The first lines of torch's message, which may go on for pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3])[:600] or type(error).__name__
+
+
 def decoder_spec(model: TorchModel, config: BuildConfig) -> DecoderSpec:
     """What the runtime must know of a decoder, from the model itself."""
     text = model.pretrained.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
+    max_context = config.max_context or limit or 2048
+    _refuse_rotation_by_length(model, text, max_context)
     return DecoderSpec(
         kv=KvSpec(layers=kv_layers(model.pretrained), block_size=config.block_size, dtype=config.kv_dtype),
         vocab_size=text.vocab_size,
-        max_context=config.max_context or limit or 2048,
+        max_context=max_context,
         eos_token_ids=_eos_token_ids(model),
     )
+
+
+def _refuse_rotation_by_length(model: TorchModel, text: Any, max_context: int) -> None:
+    """Frequencies that change with the longest sequence of a step would make packed sequences depend on each other."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    what = f"{model.source.spec}: the rotation of {model.architecture} depends on the sequence's length"
+    for rope in (parameters, *parameters.values()):  # some models have one set per type of layer
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind == "dynamic":
+            raise KilnError(f"{what} (rope_type dynamic), which Kiln cannot build; use a model with another rope_type")
+        if kind == "longrope":
+            original = rope.get("original_max_position_embeddings") or text.original_max_position_embeddings
+            if max_context > original:
+                raise KilnError(
+                    f"{what} beyond {original} tokens (rope_type longrope), which Kiln cannot build; "
+                    f"choose --max-context {original} or less"
+                )
 
 
 def _trace_decoder(model: TorchModel, config: BuildConfig) -> _Traced:

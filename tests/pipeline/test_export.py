@@ -213,13 +213,16 @@ def test_two_exports_are_byte_for_byte_equal(saved, tmp_path):
 
 
 def test_rotation_that_depends_on_the_length_is_not_built_wrong(silent, tmp_path):
-    """Dynamic NTK scaling changes the frequencies of all tokens beyond a length; a fixed graph cannot."""
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    config = transformers.LlamaConfig(**{**COMMON, "max_position_embeddings": 32, "rope_parameters": rope})
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(KilnError):
-        build(str(tmp_path / "model"), ["cpu"], BuildConfig(out=tmp_path / "bundle"), silent)
-    assert not (tmp_path / "bundle").exists()
+    """Frequencies by the longest sequence of a step: sequences of one step would change each other."""
+    longrope = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+    for kind, parameters in (("dynamic", {}), ("longrope", longrope)):
+        rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, **parameters}
+        config = transformers.LlamaConfig(**COMMON, rope_parameters=rope)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / kind)
+        with pytest.raises(KilnError, match=f"rope_type {kind}"):
+            build(str(tmp_path / kind), ["cpu"], BuildConfig(out=tmp_path / "bundle"), silent)
+        assert not (tmp_path / "bundle").exists()
+    build(str(tmp_path / "longrope"), ["cpu"], BuildConfig(out=tmp_path / "bundle", max_context=64), silent)
 
 
 @pytest.mark.slow
@@ -317,7 +320,7 @@ def test_a_model_above_two_gigabytes(silent, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("model", ["returns nothing", "raises", "branches on data"])
-def test_models_that_cannot_be_exported(model, tmp_path):
+def test_models_that_cannot_be_exported(model, tmp_path, capfd):
     class Module(torch.nn.Module):
         def forward(self, x: torch.Tensor):
             if model == "returns nothing":
@@ -334,3 +337,4 @@ def test_models_that_cannot_be_exported(model, tmp_path):
     )
     with pytest.raises(KilnError, match=message):
         export_model(torch_model, tmp_path / "m.onnx", BuildConfig())
+    assert capfd.readouterr() == ("", "")
