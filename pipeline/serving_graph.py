@@ -122,6 +122,7 @@ def kv_layers(model: "PreTrainedModel") -> tuple[KvLayer, ...]:
     import torch
 
     layers: list[KvLayer] = []
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
 
     def record(
         module: "torch.nn.Module",
@@ -141,6 +142,14 @@ def kv_layers(model: "PreTrainedModel") -> tuple[KvLayer, ...]:
             raise KilnError(f"{where} uses attention sinks (s_aux), which Kiln's paged attention does not carry")
         if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
             raise KilnError(f"{where} is not causal; only decoders can use a KV cache")
+        kind = kinds[len(layers)] if len(layers) < len(kinds) else "full_attention"
+        if kind not in ("full_attention", "sliding_attention"):
+            raise KilnError(f"{where} is a layer of type {kind}; Kiln carries full_attention and sliding_attention")
+        if kind == "sliding_attention" and options.get("sliding_window") is None:
+            raise KilnError(
+                f"{where} leaves its sliding window to the attention mask, which Kiln does not carry; its attention "
+                "function must take sliding_window, as Mistral's and Gemma's do"
+            )
         layers.append(KvLayer(kv_heads=key.shape[1], head_dim=key.shape[-1]))
         return query.transpose(1, 2), None
 

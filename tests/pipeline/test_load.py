@@ -341,6 +341,24 @@ def test_heads_of_unequal_sizes_are_refused():
     assert "needs one size for all three" in refused(kv_layers, model)
 
 
+def test_windows_that_only_a_mask_knows_are_refused():
+    """The masks are left out, so a window in them would be lost: unseen by checks on texts shorter than it."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = transformers.Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    model = transformers.Gemma2ForCausalLM(config).eval()
+    assert len(kv_layers(model)) == 2
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    assert "(layer 0) leaves its sliding window to the attention mask" in refused(kv_layers, model)
+
+
+def test_layers_of_other_types_are_refused():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2)).eval()
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    assert "(layer 1) is a layer of type chunked_attention" in refused(kv_layers, model)
+
+
 def test_an_encoder_decoder_is_refused_with_a_way_out(tmp_path):
     config = transformers.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     source = saved(transformers.T5ForConditionalGeneration(config), tmp_path / "t5")
