@@ -69,7 +69,7 @@ def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Pr
     skus = [_sku_for(name, config) for name in sku_names]
     with progress.stage("find the model"):
         source = resolve_source(spec)
-    progress.detail(f"{source.kind} model at {source.target}, sha256 {source.sha256}")
+    progress.detail(f"{source.kind} model at {source.target}")
     targets = _targets(source, skus, config)
     for path in targets:
         refuse_unusable_target(path)
@@ -88,6 +88,7 @@ def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Pr
     if description is not None:
         with progress.stage("load weights"):
             torch_model = load(source, description)
+    progress.detail(f"the model's sha256 is {source.sha256}")  # not earlier: it reads all weights
     with temporary_sibling(targets[0]) as workspace:
         with progress.stage("export to ONNX"):
             onnx_model = _onnx_model(source, torch_model, workspace / ENGINE, config)
