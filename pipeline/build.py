@@ -76,6 +76,8 @@ def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Pr
     torch_model = None
     with progress.stage("read its configuration"):
         description = describe(source)
+    if description is None or not description.is_decoder:
+        _refuse_cache_options(source, config)
     if source.kind == "module":
         with progress.stage("load weights"):
             torch_model = load(source)  # only the module itself tells its size
@@ -143,6 +145,17 @@ def _refuse_other_machines(sku: Sku) -> None:
             f"SKU {sku.name} cannot be checked on this machine, whose CPU lacks {', '.join(sorted(missing))}; "
             "build it on a machine of that type, or use --sku cpu"
         )
+
+
+def _refuse_cache_options(source: ModelSource, config: BuildConfig) -> None:
+    """Options of the KV cache take effect at export; for any other model they would be ignored unseen."""
+    default = BuildConfig()
+    for name in ("kv_dtype", "block_size", "max_context"):
+        if getattr(config, name) != getattr(default, name):
+            raise KilnError(
+                f"--{name.replace('_', '-')} is {getattr(config, name)}, but {source.spec} is not a decoder that Kiln "
+                "exports: an .onnx file has its KV cache fixed, other models have none; leave the option out"
+            )
 
 
 def _targets(source: ModelSource, skus: Sequence[Sku], config: BuildConfig) -> list[Path]:

@@ -84,7 +84,7 @@ def run_command(command: click.Command) -> None:
     help="The bundle's folder; with several SKUs the folder that gets one bundle each.  [default: bundles/NAME-SKU]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
-@click.option("--verbose", is_flag=True, help="Show details of every stage, and libraries' warnings.")
+@click.option("--verbose", is_flag=True, help="Show details of every stage, and warnings.")
 @click.version_option(package_name="kiln-engine")
 def build_engine_command(model: str, skus: tuple[str, ...], as_json: bool, verbose: bool, **options: Any) -> None:
     """Build a verified engine bundle of MODEL for each SKU.

@@ -27,6 +27,7 @@ def write_html(report: ComparisonReport, path: Path) -> None:
     """Write the page. Raises KilnError where it cannot be written."""
     page = html_from_report(report)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise KilnError(

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -276,9 +275,7 @@ def test_configs_with_absurd_values(tiny_llama_folder, tmp_path, change, monkeyp
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked the user a question"))
     source = folder_of(tmp_path / "model", **{**LLAMA, **change})
     shutil.copyfile(tiny_llama_folder / "model.safetensors", source.path / "model.safetensors")
-    start = time.perf_counter()
     text = refused(lambda: load(source, describe(source)))
-    assert time.perf_counter() - start < 10
     assert str(source.path) in text
 
 
