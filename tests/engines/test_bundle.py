@@ -433,8 +433,8 @@ def test_kill_a_real_build(tiny_llama_bundle, tiny_llama_folder, tmp_path):
     """build-engine replaces a bundle and is killed after each stage; a build that is left alone then succeeds."""
     path = tmp_path / "out" / "bundle"
     shutil.copytree(tiny_llama_bundle.path, path)
-    command = [shutil.which("build-engine"), str(tiny_llama_folder), "--out", str(path), "--block-size", "32"]
-    assert command[0], "install the console scripts: pip install -e ."
+    program = Path(sys.executable).with_name("build-engine")
+    command = [str(program), str(tiny_llama_folder), "--out", str(path), "--block-size", "32"]
     for stage in ("load weights", "graph passes", "check"):
         process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         assert process.stderr

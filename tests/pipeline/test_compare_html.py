@@ -124,8 +124,14 @@ def test_odd_values_are_drawn() -> None:
 
 
 def test_a_path_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
     with pytest.raises(KilnError, match="the HTML report cannot be written to"):
-        write_html(plain_report(), tmp_path / "no folder" / "report.html")
+        write_html(plain_report(), tmp_path / "file" / "report.html")
+
+
+def test_missing_folders_are_made(tmp_path: Path) -> None:
+    write_html(plain_report(), tmp_path / "new" / "folder" / "report.html")
+    assert "<svg" in (tmp_path / "new" / "folder" / "report.html").read_text()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
