@@ -33,8 +33,10 @@ def test_a_value_out_of_range_is_named_with_what_was_expected(field, value):
 
 
 def test_edges_are_valid():
-    SamplingParams(temperature=0, top_k=1, top_p=1, seed=2**64 - 1, max_tokens=1, stop=("a",), ignore_eos=True)
-    SamplingParams(temperature=100.5, top_p=1e-9, seed=0)
+    least = SamplingParams(temperature=0, top_k=1, top_p=1, seed=2**64 - 1, max_tokens=1, stop=("a",), ignore_eos=True)
+    assert (least.top_k, least.seed, least.max_tokens) == (1, 2**64 - 1, 1)
+    most = SamplingParams(temperature=100.5, top_p=1e-9, seed=0)
+    assert (most.temperature, most.top_p, most.seed) == (100.5, 1e-9, 0)
 
 
 def test_params_are_frozen_and_lists_become_tuples():
