@@ -1,5 +1,6 @@
 """`kill -9` and concurrency: at every moment a bundle's path holds nothing, the old bundle or the new one."""
 
+import os
 import shutil
 import subprocess
 import sys
