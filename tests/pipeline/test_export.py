@@ -188,7 +188,9 @@ def test_tied_weights_are_stored_once(tmp_path):
         exported(folder, tmp_path / f"{tied}.onnx")
         sizes[tied] = (tmp_path / f"{tied}.onnx.data").stat().st_size
         assert (tmp_path / f"{tied}.onnx").stat().st_size < 200_000
-    assert sizes[False] - sizes[True] == pytest.approx(5000 * 64 * 4, rel=0.01)
+    assert sizes[False] - sizes[True] == pytest.approx(
+        5000 * 64 * 4, rel=0.05
+    )  # tensors are aligned, to 64 KiB by some versions
 
 
 def test_no_traces_of_this_machine(saved, tmp_path):
