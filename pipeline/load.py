@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.source import ModelSource
-from plugins.errors import KilnError
+from plugins.errors import KilnError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -150,7 +150,7 @@ def _tokenizer(source: ModelSource) -> "PreTrainedTokenizerBase | None":
             return transformers.AutoTokenizer.from_pretrained(**_location(source))
         except Exception as error:  # the tokenizers library raises Exception itself
             raise KilnError(
-                f"{source.target}: its tokenizer could not be read: {_first_line(error)}; copy the model again, or "
+                f"{source.target}: its tokenizer could not be read: {first_line(error)}; copy the model again, or "
                 "remove the tokenizer's files to build without one"
             ) from error
 
@@ -280,14 +280,9 @@ def _readable(source: ModelSource) -> Iterator[None]:
     except Exception as error:
         what = "a GGUF file" if source.kind == "gguf" else "a Hugging Face model folder"
         raise KilnError(
-            f"{source.target} could not be read as {what}: {_first_line(error)}; "
+            f"{source.target} could not be read as {what}: {first_line(error)}; "
             "it may be truncated or of an unsupported kind"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 @contextmanager

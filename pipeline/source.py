@@ -16,7 +16,7 @@ from typing import Literal
 
 from engines.bundle import file_sha256
 from pipeline.zoo import ZOO
-from plugins.errors import KilnError
+from plugins.errors import KilnError, first_line
 
 SourceKind = Literal["huggingface", "gguf", "module", "onnx"]
 FORMS = (
@@ -128,7 +128,7 @@ def _download(hub_id: str) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=wanted, local_files_only=unreachable is not None))
     except Exception as error:
         cause = unreachable or error
-        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+        reason = first_line(cause)
         raise KilnError(
             f"MODEL '{hub_id}' is no local path, and as a hub id it cannot be downloaded ({reason}); expected {FORMS}"
         ) from cause

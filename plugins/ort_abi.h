@@ -60,7 +60,7 @@ namespace kiln::ort {
 
 constexpr uint32_t kApiVersion = 24;
 
-enum ElementType { kUndefined = 0, kFloat = 1, kInt32 = 6, kFloat16 = 10, kBfloat16 = 16 };
+enum ElementType { kFloat = 1, kInt32 = 6, kFloat16 = 10, kBfloat16 = 16 };
 enum Characteristic { kRequired = 0, kOptional = 1 };
 enum ErrorCode { kFail = 1, kInvalidArgument = 2 };
 
@@ -76,7 +76,6 @@ using CreateCustomOpDomain = Function<26, OrtStatus*(const char* name, OrtCustom
 using CustomOpDomainAdd = Function<27, OrtStatus*(OrtCustomOpDomain*, const OrtCustomOp*)>;
 using AddCustomOpDomain = Function<28, OrtStatus*(OrtSessionOptions*, OrtCustomOpDomain*)>;
 using GetTensorMutableData = Function<51, OrtStatus*(OrtValue*, void**)>;
-using GetTensorElementType = Function<60, OrtStatus*(const OrtTensorTypeAndShapeInfo*, int*)>;
 using GetDimensionsCount = Function<61, OrtStatus*(const OrtTensorTypeAndShapeInfo*, size_t*)>;
 using GetDimensions = Function<62, OrtStatus*(const OrtTensorTypeAndShapeInfo*, int64_t*, size_t)>;
 using GetTensorTypeAndShape = Function<65, OrtStatus*(const OrtValue*, OrtTensorTypeAndShapeInfo**)>;

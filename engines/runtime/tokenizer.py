@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from plugins.errors import KilnError
+from plugins.errors import KilnError, first_line
 
 _CONTEXT_TOKENS = 8
 """Prompt tokens that the streaming decoder sees first, so that it knows whether a leading space belongs to the text."""
@@ -28,7 +28,7 @@ class Tokenizer:
             loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers raises many types for a damaged folder
             raise KilnError(
-                f"cannot load the tokenizer in {folder}: {_first_line(error)}; rebuild the bundle"
+                f"cannot load the tokenizer in {folder}: {first_line(error)}; rebuild the bundle"
             ) from error
         core = getattr(loaded, "backend_tokenizer", None)
         if core is None:
@@ -69,7 +69,7 @@ class Tokenizer:
             text = self._loaded.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # whatever the template's own code raises
             raise KilnError(
-                f"the chat template refused the messages: {_first_line(error)}; change their roles, order or content"
+                f"the chat template refused the messages: {first_line(error)}; change their roles, order or content"
             ) from error
         return self._core.encode(text, add_special_tokens=False).ids
 
@@ -152,10 +152,6 @@ def _decoder(context: list[int]) -> Any:
     from tokenizers.decoders import DecodeStream
 
     return DecodeStream(ids=context, skip_special_tokens=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextmanager

@@ -90,13 +90,4 @@ KILN_INLINE Vec mask(Vec scores, int64_t first, Range range) {
   return ((lane >= broadcast(begin)) & (lane < broadcast(end))) ? scores : hidden;
 }
 
-// dst[0, n) = v, for n >= kWidth whole vectors' worth or the part that is left.
-KILN_INLINE void store_part(float* dst, Vec v, int64_t n) {
-  if (n >= kWidth) {
-    store(dst, v);
-  } else {
-    for (int64_t i = 0; i < n; i++) dst[i] = v[i];
-  }
-}
-
 }  // namespace kiln::KILN_ISA
