@@ -1,15 +1,54 @@
-"""What a graph pass is: a name, options in its constructor, and one `call` that says whether it changed anything."""
+"""What a graph pass is: a name, a declared effect, options in its constructor, and one `call` that says what it did."""
 
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 import onnx_graphsurgeon as gs
 
 
+class Effect(Enum):
+    """What a pass may do to the numbers. The manager's numeric gate takes its tolerance from it."""
+
+    EXACT = "exact"
+    """Every output keeps its bits, up to a backend that picks another kernel for the same operator."""
+    REORDERS = "reorders floating point"
+    """Same formula, sums and products in another order."""
+    PRECISION = "changes precision"
+    """Values are stored or computed in another type."""
+    MODEL = "changes the model"
+    """Another function: its accuracy has to be judged, not its error."""
+
+
+@dataclass
+class Outcome:
+    """What one call did: how many rewrites it made, and notes on what it left alone and why."""
+
+    rewrites: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def changed(self) -> bool:
+        return self.rewrites > 0
+
+
 class Pass(Protocol):
-    """A rewrite of one graph in place, subgraphs included."""
+    """A rewrite of a graph in place, its subgraphs included (`passes.graph.scopes`).
 
-    name: str
+    A second call on its own result changes nothing. Tensors that it adds carry dtype and, where known, shape.
+    It may leave dead nodes behind: the manager removes them and sorts.
+    """
 
-    def call(self, graph: gs.Graph) -> bool:
-        """Rewrite `graph`; True when it changed."""
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def effect(self) -> Effect: ...
+
+    def call(self, graph: gs.Graph) -> Outcome:
+        """Rewrite `graph`."""
         ...
+
+
+class Refusal(Exception):  # noqa: N818 (an answer of a rule, not an error)
+    """Raised by a rule whose pattern matched but whose check failed: the message says why, with what offended."""

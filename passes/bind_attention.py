@@ -7,6 +7,8 @@ Exact: only the node's domain changes. ONNX Runtime's CPU provider has no kernel
 
 import onnx_graphsurgeon as gs
 
+from passes.base import Effect, Outcome
+from passes.graph import scopes
 from plugins.paged_attention.schema import DOMAIN, EXPORT_DOMAIN, OP_TYPE
 
 
@@ -14,17 +16,16 @@ class BindAttention:
     """Implements `passes.base.Pass`."""
 
     name = "bind_attention"
+    effect = Effect.EXACT
 
     def __init__(self, domain: str = DOMAIN) -> None:
         self.domain = domain
 
-    def call(self, graph: gs.Graph) -> bool:
-        changed = False
-        for node in graph.nodes:
-            if node.op == OP_TYPE and node.domain == EXPORT_DOMAIN and self.domain != EXPORT_DOMAIN:
-                node.domain = self.domain
-                changed = True
-            for value in node.attrs.values():
-                if isinstance(value, gs.Graph):
-                    changed |= self.call(value)
-        return changed
+    def call(self, graph: gs.Graph) -> Outcome:
+        outcome = Outcome()
+        for scope in scopes(graph):
+            for node in scope.nodes:
+                if node.op == OP_TYPE and node.domain == EXPORT_DOMAIN and self.domain != EXPORT_DOMAIN:
+                    node.domain = self.domain
+                    outcome.rewrites += 1
+        return outcome

@@ -43,7 +43,7 @@ def optimize(model: OnnxModel, target: Path, sku: Sku) -> tuple[OnnxModel, tuple
     records = []
     for graph_pass in passes_for_sku(sku):
         start = perf_counter()
-        changed = graph_pass.call(graph)
+        changed = graph_pass.call(graph).changed
         records.append(PassRecord(name=graph_pass.name, changed=changed, seconds=perf_counter() - start))
     if any(record.changed for record in records):
         rewritten = gs.export_onnx(graph, do_type_check=False)

@@ -77,7 +77,7 @@ def all_nodes(graph: gs.Graph) -> list[gs.Node]:
 
 def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
     graph = gs.import_onnx(model)
-    assert BindAttention().call(graph)
+    assert BindAttention().call(graph).changed
     return gs.export_onnx(graph, do_type_check=False)
 
 
@@ -129,20 +129,20 @@ def test_changes_the_domain_and_nothing_else():
 )
 def test_leaves_other_operators_and_domains_alone(op, domain):
     graph = gs.import_onnx(model_of([attention_node(op=op, domain=domain)], step_inputs(), [output_of()]))
-    assert not BindAttention().call(graph)
+    assert not BindAttention().call(graph).changed
     assert [(node.op, node.domain or "") for node in graph.nodes] == [(op, domain)]
 
 
 def test_binding_to_the_exported_domain_or_twice_changes_nothing():
     graph = gs.import_onnx(plain_model())
-    assert not BindAttention(EXPORT_DOMAIN).call(graph)
-    assert BindAttention().call(graph)
-    assert not BindAttention().call(graph)
+    assert not BindAttention(EXPORT_DOMAIN).call(graph).changed
+    assert BindAttention().call(graph).changed
+    assert not BindAttention().call(graph).changed
 
 
 def test_works_inside_subgraphs_and_runs_there():
     graph = gs.import_onnx(branching_model())
-    assert BindAttention().call(graph)
+    assert BindAttention().call(graph).changed
     domains = [node.domain for node in all_nodes(graph) if node.op == OP_TYPE]
     assert domains == [DOMAIN] * 3
     model = gs.export_onnx(graph, do_type_check=False)
