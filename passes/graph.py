@@ -56,7 +56,7 @@ class FileValues(LazyValues):
         location, offset, length = self.place
         if length == 0:
             return memoryview(b"")
-        return memoryview(np.memmap(self.folder / location, np.uint8, "r", offset, (length,)))
+        return np.memmap(self.folder / location, np.uint8, "r", offset, (length,)).data
 
 
 def graph_from_path(path: Path) -> gs.Graph:
