@@ -16,10 +16,10 @@ inline size_t cache_itemsize(CacheType type) { return type == CacheType::kFloat3
 
 // One call. Caches are [blocks, block_size, kv_heads, head_dim]; they are read and written.
 struct PagedAttention {
-  const float* query;  // [tokens, heads * head_dim]
-  const float* key;    // [tokens, kv_heads * head_dim]
-  const float* value;  // likewise
-  float* output;       // like query
+  const float* query;  // [tokens, heads * head_dim], rows query_stride floats apart
+  const float* key;    // [tokens, kv_heads * head_dim], rows key_stride floats apart
+  const float* value;  // likewise, value_stride
+  float* output;       // [tokens, heads * head_dim]
   void* key_cache;
   void* value_cache;
   CacheType key_type;
@@ -31,6 +31,9 @@ struct PagedAttention {
   const float* cos;            // [positions, rotary_half]; null without rotation
   const float* sin;
 
+  int64_t query_stride;  // larger than a row where query, key and value are packed side by side
+  int64_t key_stride;
+  int64_t value_stride;
   int64_t tokens;
   int64_t seqs;
   int64_t blocks;

@@ -183,8 +183,12 @@ PagedAttention Kernel::call_from(const Tensor (&in)[kInputs]) const {
   expect_rank(in[kKeyCache], kKeyCache, 4, "[blocks, block_size, kv_num_heads, head_dim]");
   expect_rank(in[kPast], kPast, 1, "[seqs]");
   expect_rank(in[kTable], kTable, 2, "[seqs, max_blocks]");
-  for (Input input : {kKey, kValue, kValueCache, kCumulative, kSlots})
+  for (Input input : {kValueCache, kCumulative, kSlots})
     if (!in[input].present) fail(kInputNames[input], " is missing");
+  const bool packed = !in[kKey].present && !in[kValue].present;
+  for (Input input : {kKey, kValue})
+    if (!packed && !in[input].present)
+      fail(kInputNames[input], " is missing: expected key and value, or neither where query holds all three");
   PagedAttention call = {};
   call.heads = heads;
   call.kv_heads = kv_heads;
@@ -199,9 +203,14 @@ PagedAttention Kernel::call_from(const Tensor (&in)[kInputs]) const {
          ", expected a block size and head size of at least 1");
   expect_shape(in[kKeyCache], kKeyCache, {call.blocks, call.block_size, kv_heads, call.head_dim});
   expect_shape(in[kValueCache], kValueCache, in[kKeyCache].shape);
-  expect_shape(in[kQuery], kQuery, {call.tokens, heads * call.head_dim});
-  expect_shape(in[kKey], kKey, {call.tokens, kv_heads * call.head_dim});
-  expect_shape(in[kValue], kValue, {call.tokens, kv_heads * call.head_dim});
+  const int64_t query_size = heads * call.head_dim, key_size = kv_heads * call.head_dim;
+  call.query_stride = packed ? query_size + 2 * key_size : query_size;
+  call.key_stride = call.value_stride = packed ? call.query_stride : key_size;
+  expect_shape(in[kQuery], kQuery, {call.tokens, call.query_stride});
+  if (!packed) {
+    expect_shape(in[kKey], kKey, {call.tokens, key_size});
+    expect_shape(in[kValue], kValue, {call.tokens, key_size});
+  }
   expect_shape(in[kCumulative], kCumulative, {call.seqs + 1});
   expect_shape(in[kTable], kTable, {call.seqs, call.max_blocks});
   expect_shape(in[kSlots], kSlots, {call.tokens});
@@ -218,8 +227,8 @@ PagedAttention Kernel::call_from(const Tensor (&in)[kInputs]) const {
     call.sin = static_cast<const float*>(in[kSin].data);
   }
   call.query = static_cast<const float*>(in[kQuery].data);
-  call.key = static_cast<const float*>(in[kKey].data);
-  call.value = static_cast<const float*>(in[kValue].data);
+  call.key = packed ? call.query + query_size : static_cast<const float*>(in[kKey].data);
+  call.value = packed ? call.key + key_size : static_cast<const float*>(in[kValue].data);
   call.cumulative = static_cast<const int32_t*>(in[kCumulative].data);
   call.past = static_cast<const int32_t*>(in[kPast].data);
   call.block_table = static_cast<const int32_t*>(in[kTable].data);
@@ -243,7 +252,7 @@ void Kernel::compute(OrtKernelContext* context) const {
   if (!problem.empty()) fail(problem);
 
   Pool pool(api, context);
-  call.output = static_cast<float*>(output_data(api, context, kOutput, inputs[kQuery].shape));
+  call.output = static_cast<float*>(output_data(api, context, kOutput, {call.tokens, heads * call.head_dim}));
   call.key_cache = output_data(api, context, kKeyCacheOut, inputs[kKeyCache].shape);
   call.value_cache = output_data(api, context, kValueCacheOut, inputs[kKeyCache].shape);
   // The runtime binds both to one buffer; anyone else gets a functional operator at the price of a copy.
@@ -324,7 +333,7 @@ Operator make_operator(int key_element, int value_element) {
     return i == kKeyCacheOut ? op.key_element : i == kValueCacheOut ? op.value_element : int{kFloat};
   };
   op.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
-    return i == kCos || i == kSin ? kOptional : kRequired;
+    return i == kKey || i == kValue || i == kCos || i == kSin ? kOptional : kRequired;
   };
   op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
   op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };

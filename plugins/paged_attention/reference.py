@@ -30,8 +30,8 @@ class Inputs:
     """The operator's inputs, named and shaped as in `schema.INPUTS`; caches in their storage type."""
 
     query: Array
-    key: Array
-    value: Array
+    key: Array | None
+    value: Array | None
     key_cache: Array
     value_cache: Array
     cumulative_sequence_length: Array
@@ -44,9 +44,20 @@ class Inputs:
 
 def paged_attention(inputs: Inputs, attributes: Attributes) -> tuple[Array, Array, Array]:
     """Output [tokens, num_heads*head_dim] in float64, and the two caches after the call in their storage type."""
+    inputs = unpacked(inputs, attributes)
     key_cache, value_cache = written_caches(inputs, attributes)
     after = replace(inputs, key_cache=key_cache, value_cache=value_cache)
     return attention(after, attributes), key_cache, value_cache
+
+
+def unpacked(inputs: Inputs, attributes: Attributes) -> Inputs:
+    """The same inputs with key and value of their own where query holds all three."""
+    if inputs.key is not None:
+        return inputs
+    head_dim = inputs.key_cache.shape[3]
+    borders = np.cumsum([attributes.num_heads * head_dim, attributes.kv_num_heads * head_dim])
+    query, key, value = np.split(inputs.query, borders, axis=1)
+    return replace(inputs, query=query, key=key, value=value)
 
 
 def written_caches(inputs: Inputs, attributes: Attributes) -> tuple[Array, Array]:
@@ -54,6 +65,8 @@ def written_caches(inputs: Inputs, attributes: Attributes) -> tuple[Array, Array
 
     Storing rounds float64 to the storage type once, to nearest even.
     """
+    assert inputs.key is not None
+    assert inputs.value is not None
     head_dim = inputs.key_cache.shape[3]
     key = inputs.key.astype(np.float64).reshape(-1, attributes.kv_num_heads, head_dim)
     value = inputs.value.astype(np.float64).reshape(-1, attributes.kv_num_heads, head_dim)

@@ -71,7 +71,7 @@ KILN_INLINE void rotate(const PagedAttention& call, int64_t position, const floa
 // dst[padded_dim] = query of the sequence's new token `token` and `head`, rotated, scaled and padded with zeros.
 KILN_INLINE void take_query(const PagedAttention& call, int64_t seq, int64_t token, int64_t head, float* dst) {
   const float factor = call.softcap > 0 ? call.scale / call.softcap : call.scale * kLog2E;
-  const float* src = call.query + ((call.cumulative[seq] + token) * call.heads + head) * call.head_dim;
+  const float* src = call.query + (call.cumulative[seq] + token) * call.query_stride + head * call.head_dim;
   rotate(call, call.past[seq] + token, src, dst);
   for (int64_t i = 0; i < call.head_dim; i++) dst[i] *= factor;
   for (int64_t i = call.head_dim; i < padded_dim(call); i++) dst[i] = 0;

@@ -13,6 +13,9 @@ What the operator does, for every sequence s with new tokens cu[s] <= t < cu[s+1
 3. attend from query t to positions 0 .. past_seqlens[s] + (t - cu[s]), read through block_table[s];
    with `local_window_size` w > 0 only to the last w of them (the token itself included).
 
+Without `key` and `value` (both or neither), `query` holds all three side by side:
+[tokens, (num_heads + 2*kv_num_heads)*head_dim].
+
 All writes of one call happen before its reads, so a token may read what another one in the call wrote.
 """
 
@@ -43,8 +46,8 @@ _CACHE_SHAPE = ("blocks", "block_size", "kv_num_heads", "head_dim")
 
 INPUTS = (
     TensorSpec("query", ("tokens", "num_heads*head_dim"), ("float32",)),
-    TensorSpec("key", ("tokens", "kv_num_heads*head_dim"), ("float32",)),
-    TensorSpec("value", ("tokens", "kv_num_heads*head_dim"), ("float32",)),
+    TensorSpec("key", ("tokens", "kv_num_heads*head_dim"), ("float32",), optional=True),
+    TensorSpec("value", ("tokens", "kv_num_heads*head_dim"), ("float32",), optional=True),
     TensorSpec("key_cache", _CACHE_SHAPE, _CACHE),
     TensorSpec("value_cache", _CACHE_SHAPE, _CACHE),
     TensorSpec("cumulative_sequence_length", ("seqs+1",), ("int32",)),

@@ -33,10 +33,10 @@ static void write(const PagedAttention& call, int64_t seq, int64_t first, int64_
     if (slot < 0) continue;
     for (int64_t head = 0; head < call.kv_heads; head++) {
       const int64_t offset = head * call.head_dim;
-      rotate(call, call.past[seq] + token, call.key + packed * row_size + offset, scratch);
+      rotate(call, call.past[seq] + token, call.key + packed * call.key_stride + offset, scratch);
       store_row(call.key_type, call.key_cache, slot, row_size, offset, scratch, call.head_dim);
     }
-    store_row(call.value_type, call.value_cache, slot, row_size, 0, call.value + packed * row_size, row_size);
+    store_row(call.value_type, call.value_cache, slot, row_size, 0, call.value + packed * call.value_stride, row_size);
   }
 }
 

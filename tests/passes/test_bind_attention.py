@@ -14,12 +14,12 @@ from plugins.paged_attention.schema import DOMAIN, EXPORT_DOMAIN, INPUTS, OP_TYP
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 32, 4
 ATTRIBUTES = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "scale": 0.25, "softcap": 20.0, "local_window_size": 6}
-GIVEN = [spec for spec in INPUTS if not spec.optional]
+GIVEN = [spec for spec in INPUTS if spec.name not in ("cos_cache", "sin_cache")]
 KINDS = {"float32": TensorProto.FLOAT, "int32": TensorProto.INT32}
 
 
 def attention_node(suffix: str = "", domain: str = EXPORT_DOMAIN, op: str = OP_TYPE) -> onnx.NodeProto:
-    names = ["" if spec.optional else spec.name for spec in INPUTS]
+    names = [spec.name if spec in GIVEN else "" for spec in INPUTS]
     outputs = [f"output{suffix}", f"key_cache_out{suffix}", f"value_cache_out{suffix}"]
     return helper.make_node(op, names, outputs, name=f"attention{suffix}", domain=domain, **ATTRIBUTES)
 

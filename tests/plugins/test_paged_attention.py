@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from plugins.paged_attention.reference import Attributes, Inputs, attention, written_caches
+from plugins.paged_attention.reference import Attributes, Inputs, attention, unpacked, written_caches
 
 from .conftest import Case, Operator, Sequence, cases
 
@@ -183,3 +183,18 @@ def test_sets_of_instructions_can_be_chosen(operator: Operator) -> None:
     assert operator.use_isa(1) == 1
     assert operator.use_isa(4) == -1
     assert operator.use_isa(0) >= 1
+
+
+@settings(SETTINGS, max_examples=20)
+@given(case=cases())
+def test_packed_operands_give_the_same_bits(operator: Operator, isa: str, case: Case) -> None:
+    """Query, key and value side by side in one tensor, as one projection yields them."""
+    inputs = case.inputs()
+    packed = replace(inputs, query=np.hstack([inputs.query, inputs.key, inputs.value]), key=None, value=None)
+    for found, expected in zip(
+        operator.run(packed, case.attributes), operator.run(inputs, case.attributes), strict=True
+    ):
+        assert found.tobytes() == expected.tobytes()
+    split = unpacked(packed, case.attributes)
+    for name in ("query", "key", "value"):
+        np.testing.assert_array_equal(getattr(split, name), getattr(inputs, name))

@@ -83,6 +83,12 @@ MALFORMED: dict[str, tuple[Inputs, str]] = {
     ),
     "key width": (replace(INPUTS, key=INPUTS.key[:, :32].copy()), r"key has the wrong shape: found \[13, 32\]"),
     "value rows": (replace(INPUTS, value=INPUTS.value[:5].copy()), r"value has the wrong shape: found \[5, 64\]"),
+    "key without value": (replace(INPUTS, value=None), "value is missing: expected key and value, or neither"),
+    "value without key": (replace(INPUTS, key=None), "key is missing: expected key and value, or neither"),
+    "packed width": (
+        replace(INPUTS, key=None, value=None),
+        r"query has the wrong shape: found \[13, 128\], expected \[13, 256\]",
+    ),
     "query rank": (replace(INPUTS, query=INPUTS.query[None]), r"query has the wrong rank: found \[1, 13, 128\]"),
     "cache heads": (
         replace(INPUTS, key_cache=INPUTS.key_cache[:, :, :1].copy()),
