@@ -168,6 +168,13 @@ def consolidate(graph: gs.Graph, file: Path) -> None:
     _store([t for t in _all_constants(graph) if _in_memory(t) or isinstance(t._values, FileValues)], file)
 
 
+def inline(graph: gs.Graph) -> None:
+    """Read every constant into memory, for a model that is to be one file."""
+    for tensor in _all_constants(graph):
+        if isinstance(tensor._values, FileValues):
+            tensor._values = tensor._values.load()
+
+
 def data_files(graph: gs.Graph) -> dict[Path, int]:
     """The files that constants lie in, each with the bytes of it that are in use."""
     used: dict[Path, dict[int, int]] = {}

@@ -1,0 +1,249 @@
+"""The pass manager: runs passes in order over a model on disk, keeps what holds, rolls back what does not, reports all.
+
+Between two passes the model is a file in a workspace beside the target: so a rewrite can be judged by running it, a
+rollback is reading the previous file again, and weights never pile up in memory. How a model is run is not known
+here: a `Gate` says how far two files are apart, a `Clock` how long they take.
+"""
+
+import collections
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Protocol
+
+import onnx_graphsurgeon as gs
+
+from passes.base import Effect, Outcome, Pass
+from passes.graph import (
+    consolidate,
+    data_files,
+    graph_from_path,
+    infer_shapes,
+    inline,
+    proto_from_graph,
+    scopes,
+    spill,
+)
+from passes.onnx_model import OnnxModel, external_files, load_structure, onnx_model_from_path
+from passes.validate import check_graph
+from plugins.errors import KilnError, first_line
+
+LIMITS: Mapping[Effect, float | None] = {
+    Effect.EXACT: 1e-6,  # a backend may choose another kernel for another shape
+    Effect.REORDERS: 1e-4,
+    Effect.PRECISION: 5e-2,
+    Effect.MODEL: None,
+}
+"""Largest max|after - before| / max|before| of any output that a pass may cause, by its effect; None: reported only."""
+
+
+_PHRASES = {Effect.EXACT: "is exact", Effect.REORDERS: "reorders sums", Effect.PRECISION: "changes precision"}
+_ONE_FILE = 2**30
+"""Weights of a model that came in one file stay in it up to so many bytes."""
+_STILL_IN_USE = 0.99
+"""Share of a weights file that must still be in use for it to be kept as it is."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far outputs are apart: the worst over all outputs and inputs. NaN where only one side is not finite."""
+
+    absolute: float
+    relative: float
+    """max|difference| / max|reference| of one output."""
+    cosine: float
+    """Smallest cosine similarity of an output's values."""
+    output: str
+    """The output with the largest relative error."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one run before and after a pass, medians of interleaved runs; `noise` is their relative spread."""
+
+    before: float
+    after: float
+    noise: float
+
+    @property
+    def pays(self) -> bool | None:
+        """None where the difference is within the noise."""
+        change = self.after / self.before - 1
+        return None if abs(change) <= self.noise else change < 0
+
+
+class Gate(Protocol):
+    def __call__(self, before: Path, after: Path) -> Errors:
+        """Run both models on representative inputs. Any exception means that `after` does not run."""
+        ...
+
+
+class Clock(Protocol):
+    def __call__(self, before: Path, after: Path) -> Timing: ...
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did. `nodes_*` count operators over all scopes; `errors` and `timing` are None if not asked for."""
+
+    name: str
+    effect: Effect
+    rewrites: int
+    seconds: float
+    nodes_before: Mapping[str, int]
+    nodes_after: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+    errors: Errors | None = None
+    limit: float | None = None
+    timing: Timing | None = None
+    rolled_back: str | None = None
+    """Why the graph was put back as it was before; None where the result was kept."""
+
+    @property
+    def changed(self) -> bool:
+        return self.rewrites > 0 and self.rolled_back is None
+
+
+def run_passes(
+    model: OnnxModel,
+    target: Path,
+    passes: Sequence[Pass],
+    *,
+    gate: Gate | None = None,
+    clock: Clock | None = None,
+    observe: Callable[[PassReport], None] = lambda report: None,
+) -> tuple[OnnxModel, tuple[PassReport, ...]]:
+    """Write the rewritten model to `target`, its weights beside it as `target`.data. `target` may not be `model.path`.
+
+    Nothing is left at `target` when this raises. Raises KilnError for a model that is not sound.
+    """
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
+        workspace = _Workspace(model, Path(folder))
+        reports = []
+        for graph_pass in passes:
+            report = workspace.run(graph_pass, gate, clock)
+            observe(report)
+            reports.append(report)
+        workspace.publish(target)
+    return onnx_model_from_path(target), tuple(reports)
+
+
+class _Workspace:
+    """The model as it stands: a graph in memory, and the same in `current`, a file that can be run."""
+
+    def __init__(self, model: OnnxModel, folder: Path) -> None:
+        proto = load_structure(model.path)
+        self.folder = folder
+        self.metadata = {entry.key: entry.value for entry in proto.metadata_props}
+        self.files = external_files(model.path, proto)
+        self.source_folder = model.path.parent
+        self.steps = 0
+        self.graph = graph_from_path(model.path)
+        self.nodes = count_nodes(self.graph)
+        try:
+            check_graph(self.graph)
+        except KilnError as error:
+            raise KilnError(f"{model.path}: {error}") from error
+        for file in self.files:
+            link_or_copy(file, folder / file.relative_to(self.source_folder))
+        self.current = self._write()
+        self.graph = graph_from_path(self.current)  # from now on all weights lie in the workspace
+
+    def run(self, graph_pass: Pass, gate: Gate | None, clock: Clock | None) -> PassReport:
+        start, before = perf_counter(), self.nodes
+        outcome, problem = Outcome(), None
+        infer_shapes(self.graph)
+        try:
+            outcome = graph_pass.call(self.graph)
+            if outcome.changed:
+                check_graph(self.graph)
+        except Exception as error:  # a bug in one pass must not cost the build: without it the model still runs
+            problem = f"{type(error).__name__}: {first_line(error)}"
+        seconds = perf_counter() - start
+        errors = timing = None
+        if outcome.changed and problem is None:
+            candidate = self._write()
+            if gate is not None:
+                errors, problem = _judge(graph_pass, self.current, candidate, gate)
+            if clock is not None and problem is None:
+                timing = clock(self.current, candidate)
+        if problem is not None:
+            self.graph = graph_from_path(self.current)
+        elif outcome.changed:
+            self.current, self.nodes = candidate, count_nodes(self.graph)
+        return PassReport(
+            name=graph_pass.name,
+            effect=graph_pass.effect,
+            rewrites=outcome.rewrites,
+            seconds=seconds,
+            nodes_before=before,
+            nodes_after=self.nodes,
+            notes=tuple(outcome.notes),
+            errors=errors,
+            limit=LIMITS[graph_pass.effect] if errors else None,
+            timing=timing,
+            rolled_back=problem,
+        )
+
+    def publish(self, target: Path) -> None:
+        """Weights first, the graph last; an older graph goes before its weights do, so that no mixture can be read."""
+        data = target.with_name(f"{target.name}.data")
+        used = data_files(self.graph)
+        ours = [self.folder / file.relative_to(self.source_folder) for file in self.files]
+        if not self.files and sum(used.values()) < _ONE_FILE:
+            inline(self.graph)
+        elif set(used) != set(ours) or any(used[file] < _STILL_IN_USE * file.stat().st_size for file in ours):
+            consolidate(self.graph, self.folder / data.name)
+            ours = [self.folder / data.name]
+        structure = self.folder / f"{target.name}.new"
+        structure.write_bytes(proto_from_graph(self.graph, self.metadata).SerializeToString())
+        target.unlink(missing_ok=True)
+        for file in ours:
+            place = target.parent / file.relative_to(self.folder)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(file, place)
+        os.replace(structure, target)
+
+    def _write(self) -> Path:
+        """The graph as a file of the workspace; new weights go into a file of their own."""
+        spill(self.graph, self.folder / f"kiln-step{self.steps}.data")
+        path = self.folder / f"kiln-step{self.steps}.onnx"
+        path.write_bytes(proto_from_graph(self.graph, self.metadata).SerializeToString())
+        self.steps += 1
+        return path
+
+
+def _judge(graph_pass: Pass, before: Path, after: Path, gate: Gate) -> tuple[Errors | None, str | None]:
+    """The errors, and why the pass must be undone, None where it may stay."""
+    try:
+        errors = gate(before, after)
+    except Exception as error:  # backends' errors have no common base
+        return None, f"the rewritten model does not run: {first_line(error)}"
+    limit = LIMITS[graph_pass.effect]
+    if limit is None or errors.relative <= limit:
+        return errors, None
+    return errors, (
+        f"relative error {errors.relative:.2g} at output '{errors.output}' is above {limit:.0e}, the limit for a pass "
+        f"that {_PHRASES[graph_pass.effect]}"
+    )
+
+
+def count_nodes(graph: gs.Graph) -> dict[str, int]:
+    """Nodes by operator, all scopes together; other domains' operators as `domain::Op`."""
+    found = collections.Counter(
+        f"{node.domain}::{node.op}" if node.domain else node.op for scope in scopes(graph) for node in scope.nodes
+    )
+    return dict(sorted(found.items()))
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """The same content under another name; a copy where the file system has no links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
