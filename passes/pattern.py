@@ -63,6 +63,11 @@ def is_output(scope: gs.Graph, tensor: gs.Tensor) -> bool:
     return any(output is tensor for graph in graphs for output in graph.outputs)
 
 
+def in_scope(scope: gs.Graph, node: gs.Node) -> bool:
+    """Whether a node is one of `scope`'s own, not of an enclosing graph or of a subgraph."""
+    return any(own is node for own in scope.nodes)
+
+
 def only_consumer(scope: gs.Graph, tensor: gs.Tensor, *ops: str, domain: str = STANDARD) -> gs.Node | None:
     """The one node that reads `tensor`, with one of the operators `ops`; None if others do or it is an output."""
     nodes = consumers(tensor)
