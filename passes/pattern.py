@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 from onnx_graphsurgeon.ir.tensor import LazyValues
@@ -94,6 +95,8 @@ def values_of(tensor: gs.Tensor | None) -> NDArray | None:
     if not isinstance(tensor, gs.Constant):
         return None
     values = tensor._values
+    if type(values) is LazyValues:  # its own load() warns of types that NumPy lacks, bfloat16 among them
+        return onnx.numpy_helper.to_array(values.tensor)
     return values.load() if isinstance(values, LazyValues) else values
 
 
@@ -130,6 +133,20 @@ def axes_of(node: gs.Node, index: int = 1) -> list[int] | None:
 def rank_of(tensor: gs.Tensor) -> int | None:
     """Number of dimensions, None where it is unknown."""
     return None if tensor.shape is None else len(tensor.shape)
+
+
+def min_rank(tensor: gs.Tensor, depth: int = 6) -> int:
+    """Number of dimensions that `tensor` has at least, where its shape is unknown from what computes it."""
+    if tensor.shape is not None:
+        return len(tensor.shape)
+    node = producer(tensor)
+    if node is None or depth == 0:
+        return 0
+    if is_op(node, "Conv", "BatchNormalization"):
+        return 3 if node.op == "Conv" else 1
+    if is_op(node, "Add", "Sub", "Mul", "Div"):  # broadcasting takes the larger rank
+        return max(min_rank(operand, depth - 1) for operand in node.inputs)
+    return 0
 
 
 def static_dim(tensor: gs.Tensor, axis: int) -> int | None:
