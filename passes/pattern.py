@@ -159,7 +159,7 @@ def static_dim(tensor: gs.Tensor, axis: int) -> int | None:
 
 def new_constant(beside: gs.Tensor, suffix: str, values: NDArray) -> gs.Constant:
     """A constant named after a tensor whose name is unique, so that names stay unique and builds repeatable."""
-    return gs.Constant(f"{beside.name}/{suffix}", np.ascontiguousarray(values))
+    return gs.Constant(f"{beside.name}/{suffix}", np.asarray(values, order="C"))
 
 
 def new_variable(beside: gs.Tensor, suffix: str, shape: Sequence[Any] | None = None, dtype: Any = None) -> gs.Variable:
@@ -175,6 +175,13 @@ def replace_node(scope: gs.Graph, old: gs.Node, *new: gs.Node) -> None:
     scope.nodes[index : index + 1] = new
     old.inputs.clear()
     old.outputs.clear()
+
+
+def substitute(
+    scope: gs.Graph, old: gs.Node, op: str, *inputs: gs.Tensor, domain: str = STANDARD, **attrs: Any
+) -> None:
+    """Let one new node, under the same name, compute the outputs of `old` from `inputs`."""
+    replace_node(scope, old, gs.Node(op, old.name, attrs, list(inputs), take_outputs(old), domain))
 
 
 def insert_before(scope: gs.Graph, place: gs.Node, *new: gs.Node) -> None:
