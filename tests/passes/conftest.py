@@ -1,14 +1,16 @@
-"""What tests of passes share: apply a pass to a model, run models, put a model inside a subgraph, compare outputs."""
+"""What tests of passes share: make small models, apply a pass, run, put a model inside a subgraph, compare."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
-from onnx import helper
+from onnx import TensorProto, helper, numpy_helper
 
 from passes.base import Outcome, Pass
 from passes.graph import graph_from_proto, infer_shapes, proto_from_graph
@@ -102,13 +104,78 @@ def in_branch(model: onnx.ModelProto) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
 
 
+TYPES = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, TensorProto.BFLOAT16: ml_dtypes.bfloat16}
+
+
+class Weights:
+    """Random initialisers, made by name in float32 and stored in `kind`."""
+
+    def __init__(self, seed: int = 0, kind: int = TensorProto.FLOAT) -> None:
+        self.random = np.random.default_rng(seed)
+        self.kind = kind
+        self.tensors: dict[str, onnx.TensorProto] = {}
+
+    def set(self, name: str, values: Any) -> str:
+        self.tensors[name] = numpy_helper.from_array(np.asarray(values, TYPES[self.kind]), name)
+        return name
+
+    def normal(self, name: str, *shape: int) -> str:
+        return self.set(name, self.random.standard_normal(shape))
+
+    def positive(self, name: str, *shape: int) -> str:
+        return self.set(name, self.random.uniform(0.5, 2, shape))
+
+    def batch_norm(self, prefix: str, channels: int) -> list[str]:
+        """Names of scale, bias, mean and variance."""
+        rest = [self.normal(f"{prefix}_{part}", channels) for part in ("scale", "bias", "mean")]
+        return [*rest, self.positive(f"{prefix}_variance", channels)]
+
+
+def model_of(
+    nodes: Sequence[onnx.NodeProto],
+    weights: Weights,
+    shape: Sequence[Any],
+    outputs: Sequence[str] = ("y",),
+    opset: int = 20,
+    inputs: Mapping[str, Sequence[Any]] | None = None,
+    rank: int | None = None,
+) -> onnx.ModelProto:
+    """A model that reads `x` of `shape`, and more `inputs`. Outputs have `rank` dimensions, those of x unless given."""
+    for number, node in enumerate(nodes):
+        node.name = node.name or f"{node.op_type}_{number}"
+    unknown = [None] * (len(shape) if rank is None else rank)
+    graph = helper.make_graph(
+        list(nodes),
+        "small",
+        [helper.make_tensor_value_info(n, weights.kind, s) for n, s in {"x": shape, **(inputs or {})}.items()],
+        [helper.make_tensor_value_info(name, weights.kind, unknown) for name in outputs],
+        list(weights.tensors.values()),
+    )
+    ir_version = 8 if opset < 21 else 10
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
+
+
+def feeds_of(model: onnx.ModelProto, seed: int = 1, batch: int = 2) -> dict[str, NDArray]:
+    """Fresh random inputs; symbolic sizes become `batch`."""
+    random, feeds = np.random.default_rng(seed), {}
+    for value in model.graph.input:
+        kind = value.type.tensor_type
+        shape = [d.dim_value if d.HasField("dim_value") else batch for d in kind.shape.dim]
+        flag = kind.elem_type == TensorProto.BOOL
+        feeds[value.name] = np.array(True) if flag else random.standard_normal(shape).astype(TYPES[kind.elem_type])
+    return feeds
+
+
 class PassTools:
-    """The functions above, for tests."""
+    """The functions and classes above, for tests."""
 
     apply = staticmethod(apply_pass)
     run = staticmethod(run_model)
     same_outputs = staticmethod(assert_same_outputs)
     in_branch = staticmethod(in_branch)
+    Weights = Weights
+    model = staticmethod(model_of)
+    feeds = staticmethod(feeds_of)
 
 
 @pytest.fixture(scope="session")
