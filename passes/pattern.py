@@ -60,8 +60,10 @@ def consumers(tensor: gs.Tensor) -> list[gs.Node]:
 
 def is_output(scope: gs.Graph, tensor: gs.Tensor) -> bool:
     """Whether `tensor` is an output of `scope` or of a subgraph in it."""
-    graphs = [scope, *scope.subgraphs(recursive=True)]
-    return any(output is tensor for graph in graphs for output in graph.outputs)
+    if any(output is tensor for output in scope.outputs):
+        return True
+    inner = (value for node in scope.nodes for value in node.attrs.values() if isinstance(value, gs.Graph))
+    return any(is_output(subgraph, tensor) for subgraph in inner)
 
 
 def in_scope(scope: gs.Graph, node: gs.Node) -> bool:
