@@ -4,7 +4,7 @@
 2. no node depends on its own output;
 3. operators of the standard domain exist, with their required attributes and permitted input types.
 
-Knows nothing of other domains' operators.
+Knows nothing of other domains' operators, nor of those that ONNX Runtime adds to the standard domain.
 """
 
 import onnx
@@ -12,6 +12,9 @@ import onnx_graphsurgeon as gs
 
 from passes.graph import label, proto_from_graph, subgraphs_of, tidy
 from plugins.errors import KilnError, first_line
+
+RUNTIME_OPERATORS = frozenset({"LayerNormalization", "SimplifiedLayerNormalization"})
+"""Operators that ONNX Runtime has in the standard domain at any opset, ONNX itself later (17) or never."""
 
 
 def check_graph(graph: gs.Graph) -> None:
@@ -57,7 +60,8 @@ def _check_operators(proto: onnx.ModelProto) -> None:
         for graph in (proto.graph, *subgraphs_of(proto.graph)):
             for node in graph.node:
                 controls = any(attribute.HasField("g") for attribute in node.attribute)
-                if node.domain == "" and not controls:  # their own nodes are checked one by one
+                added = node.op_type in RUNTIME_OPERATORS and not onnx.defs.has(node.op_type, versions.get("", 1))
+                if node.domain == "" and not controls and not added:  # a subgraph's nodes are checked one by one
                     _check_node(node, context)
     finally:
         context.opset_imports, context.ir_version = opsets, ir_version
