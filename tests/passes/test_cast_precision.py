@@ -1,0 +1,246 @@
+"""Casting to 16 bits: islands of FP32, few Casts, subgraphs, equality within the type's precision, BF16."""
+
+import collections
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, parser
+from onnx.reference import ReferenceEvaluator
+
+from passes.cast_precision import CastPrecision
+
+FLOAT, HALF, BF16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
+HEAD = '<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1, "kiln" : 1]>'
+
+
+def model_of(text, opset=21, **weights):
+    model = parser.parse_model(HEAD.format(opset=opset) + text)
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(v, k) for k, v in weights.items())
+    for node in model.graph.node:
+        node.name = node.output[0]
+    return model
+
+
+def normal(*shape, seed=0, scale=1.0):
+    return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
+
+
+def types_of(model):
+    """Element type of every value, by name, weights included."""
+    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=False)
+    values = (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output)
+    found = {value.name: value.type.tensor_type.elem_type for value in values}
+    found.update({tensor.name: tensor.data_type for tensor in model.graph.initializer})
+    return found
+
+
+def low_ops(applied, kind=HALF):
+    """Operators with a 16-bit result, Casts aside."""
+    types = types_of(applied.model)
+    return [n.op_type for n in applied.model.graph.node if n.op_type != "Cast" and types.get(n.output[0]) == kind]
+
+
+def casts(applied):
+    return collections.Counter(
+        helper.get_attribute_value(node.attribute[0]) for node in applied.model.graph.node if node.op_type == "Cast"
+    )
+
+
+def mlp(spike=1.0):
+    """MLP, LayerNormalization, classifier, Softmax; `spike` is how large the first layer's activations become."""
+    return model_of(
+        """g (float[N, 8] x) => (float[N, 4] y) {
+            h1 = MatMul (x, w1)
+            h2 = Relu (h1)
+            h3 = MatMul (h2, w2)
+            n = LayerNormalization <axis = -1> (h3, g, b)
+            h4 = MatMul (n, w3)
+            h5 = Add (h4, c)
+            y = Softmax (h5)
+        }""",
+        w1=normal(8, 16, seed=1) * spike,
+        w2=normal(16, 16, seed=2) / np.float32(spike),
+        w3=normal(16, 4, seed=3),
+        g=np.ones(16, np.float32),
+        b=np.zeros(16, np.float32),
+        c=normal(4, seed=4),
+    )
+
+
+def ranges_of(model, feeds):
+    """What pipeline.ranges measures."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    names = [name for node in model.graph.node for name in node.output]
+    del copy.graph.output[:]
+    copy.graph.output.extend(helper.make_tensor_value_info(name, FLOAT, None) for name in names)
+    found = ReferenceEvaluator(copy).run(None, feeds)
+    return {name: float(np.abs(value).max()) for name, value in zip(names, found, strict=True)}
+
+
+# Rules 1 to 4: what is cast, with how many Casts, and what it costs
+
+
+def test_products_are_cast_and_norms_are_not(tools):
+    before = mlp()
+    applied = tools.apply(before, CastPrecision("float16"))
+    assert low_ops(applied) == ["MatMul", "Relu", "MatMul", "MatMul"]
+    assert casts(applied) == {HALF: 2, FLOAT: 2}  # x and n down, h3 and h4 up; the bias is added before Softmax
+    types = types_of(applied.model)
+    assert types["x"] == types["y"] == types["g"] == types["c"] == FLOAT
+    assert {types[f"w{i}/float16"] for i in (1, 2, 3)} == {HALF}
+    assert not {"w1", "w2", "w3"} & set(types)
+    tools.same_outputs(before, applied.model, {"x": normal(5, 8, seed=9)}, 1e-2)
+
+
+def test_an_outlier_overflows_without_ranges_and_is_kept_with_them(tools):
+    before, feeds = mlp(spike=1e4), {"x": normal(5, 8, seed=9) * 10}
+    expected = tools.run(before, feeds)[0]
+    ranges = ranges_of(before, feeds)
+    assert ranges["h1"] > 1e5
+    blind = tools.apply(before, CastPrecision("float16"))
+    with np.errstate(all="ignore"):  # ONNX Runtime's CPU provider would compute in FP32 between 16-bit nodes
+        assert not np.isfinite(ReferenceEvaluator(blind.model).run(None, feeds)[0]).all()
+
+    seeing = tools.apply(before, CastPrecision("float16", ranges))
+    found = tools.run(seeing.model, feeds)[0]
+    assert np.isfinite(found).all()
+    assert np.abs(found - expected).max() <= 1e-2 * np.abs(expected).max()
+    assert low_ops(seeing) == ["MatMul"]
+    assert [note.split(":")[0] for note in seeing.outcome.notes] == [
+        "node h1 (MatMul)",
+        "node h2 (Relu)",
+        "node h3 (MatMul)",
+    ]
+    assert seeing.outcome.notes[0].endswith("above 65504/4: kept in FP32")
+    assert "max |output 'h1'| is " in seeing.outcome.notes[0]
+    assert "max |input 'h2'| is " in seeing.outcome.notes[2]
+
+
+@pytest.mark.parametrize(("value", "kept"), [(16376.0, False), (16377.0, True), (float("inf"), True)])
+def test_the_limit_is_a_quarter_of_the_range(tools, value, kept):
+    applied = tools.apply(mlp(), CastPrecision("float16", {"h1": value}))
+    assert low_ops(applied) == (["MatMul"] * 2 if kept else ["MatMul", "Relu", "MatMul", "MatMul"])
+    assert bool(applied.outcome.notes) is kept
+    assert not tools.apply(mlp(), CastPrecision("float16", {"h1": 60000.0}, margin=1)).outcome.notes
+
+
+def test_one_cast_serves_all_readers(tools):
+    before = model_of(
+        """g (float[4, 8] x) => (float[4, 8] y) {
+            a = MatMul (x, w)
+            b = MatMul (x, v)
+            c = Mul (a, b)
+            e = Exp (c)
+            s = ReduceSum <keepdims = 1> (c, axes)
+            d = Div (e, s)
+            y = MatMul (d, w)
+        }""",
+        w=normal(8, 8, seed=1, scale=0.1),
+        v=normal(8, 8, seed=2, scale=0.1),
+        axes=np.array([1]),
+    )
+    applied = tools.apply(before, CastPrecision("float16"))
+    assert low_ops(applied) == ["MatMul", "MatMul", "Mul", "MatMul"]
+    assert casts(applied) == {HALF: 2, FLOAT: 2}  # x and d down; c and y up
+    assert [t.name for t in applied.model.graph.initializer if t.data_type == HALF] == ["w/float16", "v/float16"]
+
+
+def test_light_nodes_between_fp32_neighbours_stay(tools):
+    before = model_of(
+        """g (float[4, 8] x) => (float[8, 4] y) {
+            a = Exp (x)
+            b = Transpose (a)
+            c = Relu (b)
+            y = Exp (c)
+        }"""
+    )
+    applied = tools.apply(before, CastPrecision("float16"))
+    assert not applied.outcome.changed
+    assert "Cast" not in applied.ops
+
+
+def test_without_keep_io_inputs_and_outputs_become_16_bit(tools):
+    applied = tools.apply(mlp(), CastPrecision("float16", keep_io=False))
+    types = types_of(applied.model)
+    assert types["x"] == types["y"] == HALF
+    assert casts(applied) == {HALF: 2, FLOAT: 2}  # n and y down, h3 and h4 up
+    x = normal(5, 8, seed=9)
+    found = tools.run(applied.model, {"x": x.astype(np.float16)})[0]
+    assert np.abs(found.astype(np.float32) - tools.run(mlp(), {"x": x})[0]).max() <= 1e-2
+    applied = tools.apply(mlp(), CastPrecision("float16", {"x": 1e5}, keep_io=False))
+    assert types_of(applied.model)["x"] == FLOAT
+    assert "max |'x'| is 1e+05, above 65504/4: stays FP32" in applied.outcome.notes
+
+
+@pytest.mark.parametrize("pattern", ["second", "sec*"])
+def test_kept_nodes_by_name(tools, pattern):
+    before = mlp()
+    before.graph.node[2].name = "second"
+    applied = tools.apply(before, CastPrecision("float16", keep=[pattern]))
+    assert low_ops(applied) == ["MatMul", "Relu", "MatMul"]
+    assert types_of(applied.model)["w2"] == FLOAT
+
+
+# Subgraphs
+
+
+def test_works_in_branches(tools):
+    before = tools.in_branch(mlp())
+    applied = tools.apply(before, CastPrecision("float16"))
+    assert applied.outcome.rewrites == 8
+    assert applied.ops.count("Cast") == 1 + 2 * 3  # x is cast once, outside
+    for flag in (True, False):
+        feeds = {"x": normal(3, 8, seed=7), "flag": np.array(flag)}
+        tools.same_outputs(before, applied.model, feeds, 1e-2)
+
+
+def test_values_carried_by_a_loop_keep_their_type(tools):
+    body = parser.parse_graph(
+        "body (int64 i, bool go, float[2, 8] h) => (bool more, float[2, 8] next) "
+        "{ more = Identity (go) a = MatMul (h, w) next = Tanh (a) }"
+    )
+    loop = helper.make_node("Loop", ["times", "", "start"], ["end"], body=body)
+    before = model_of("g (float[2, 8] x) => (float[2, 8] y) { start = MatMul (x, w) }", w=normal(8, 8))
+    before.graph.node.append(loop)
+    before.graph.node.append(helper.make_node("MatMul", ["end", "w"], ["y"]))
+    before.graph.initializer.append(onnx.numpy_helper.from_array(np.array(3), "times"))
+    applied = tools.apply(before, CastPrecision("float16"))
+    assert applied.outcome.rewrites == 4
+    assert [t.name for t in applied.model.graph.initializer if t.data_type == HALF] == ["w/float16"]
+    tools.same_outputs(before, applied.model, {"x": normal(2, 8, seed=1)}, 1e-2)
+
+
+# BF16
+
+
+def test_bf16_rounds_to_nearest_even(tools):
+    before = mlp()
+    applied = tools.apply(before, CastPrecision("bfloat16"))
+    assert low_ops(applied, BF16) == ["MatMul", "Relu", "MatMul", "MatMul"]
+    assert casts(applied) == {BF16: 2, FLOAT: 2}
+    weights = {tensor.name: tensor for tensor in applied.model.graph.initializer}
+    found = onnx.numpy_helper.to_array(weights["w1/bfloat16"])
+    expected = normal(8, 16, seed=1).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
+    feeds = {"x": normal(5, 8, seed=9)}
+    result = ReferenceEvaluator(applied.model).run(None, feeds)[0]
+    assert np.abs(result - tools.run(before, feeds)[0]).max() <= 3e-2
+
+
+def test_bf16_says_which_operators_lack_it(tools):
+    before = model_of(
+        "g (float[1, 3, 8, 8] x) => (float[1, 4, 6, 6] y) { y = Conv (x, w) }", opset=21, w=normal(4, 3, 3, 3)
+    )
+    applied = tools.apply(before, CastPrecision("bfloat16"))
+    assert applied.outcome.notes == ["Conv: opset 21 has no bfloat16 form of it: kept in FP32"]
+    assert not applied.outcome.changed
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="dtype is 'int8'; expected one of float16, bfloat16"):
+        CastPrecision("int8")
+    with pytest.raises(ValueError, match=r"margin is 0\.5; expected at least 1"):
+        CastPrecision("float16", margin=0.5)
