@@ -82,14 +82,16 @@ def in_branch(model: onnx.ModelProto) -> onnx.ModelProto:
         graph.CopyFrom(model.graph)
         renamed = {name: f"{name}{suffix}" for node in graph.node for name in node.output if name}
         for node in graph.node:
-            node.name = f"{node.name}{suffix}"
+            node.name = node.name and f"{node.name}{suffix}"
             node.input[:] = [renamed.get(name, name) for name in node.input]
             node.output[:] = [renamed.get(name, name) for name in node.output]
         outputs = [
             helper.make_tensor_value_info(
                 renamed[value.name],
                 value.type.tensor_type.elem_type,
-                [d.dim_value if d.HasField("dim_value") else None for d in value.type.tensor_type.shape.dim],
+                [d.dim_value if d.HasField("dim_value") else None for d in value.type.tensor_type.shape.dim]
+                if value.type.tensor_type.HasField("shape")
+                else None,
             )
             for value in graph.output
         ]
