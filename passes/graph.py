@@ -14,6 +14,7 @@ file as well, so a model larger than 2 GB is never in memory or in one protobuf 
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ import onnx
 import onnx.inliner
 import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
-from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
+from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter, dtype_to_onnx
 from onnx_graphsurgeon.ir.tensor import LazyValues, SparseValues
 
 from passes.onnx_model import external_files, load_structure
@@ -91,7 +92,7 @@ def graph_from_proto(proto: onnx.ModelProto, folder: Path | None = None) -> gs.G
         for node in scope.nodes:
             if node.domain in (None, "ai.onnx"):
                 node.domain = ""
-        _constants_from_nodes(scope)
+        constants_from_nodes(scope)
         if folder is not None:
             for tensor in _constants(scope):
                 _place(tensor, folder)
@@ -140,7 +141,8 @@ def tidy(graph: gs.Graph) -> None:
 
 def infer_shapes(graph: gs.Graph) -> None:
     """Give tensors the dtypes and shapes that ONNX's inference finds; what is known already stays."""
-    proto = proto_from_graph(graph)
+    with _weights_apart(graph):
+        proto = proto_from_graph(graph)
     try:
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except Exception:  # an operator of another domain may confuse it; passes then find fewer shapes
@@ -230,6 +232,20 @@ def _in_memory(tensor: gs.Constant) -> bool:
     return values.nbytes > INLINE_LIMIT
 
 
+@contextmanager
+def _weights_apart(graph: gs.Graph) -> Iterator[None]:
+    """Let large constants in memory look as if they were in a file, so that only the structure is copied."""
+    kept = [(tensor, tensor._values) for tensor in _all_constants(graph) if _in_memory(tensor)]
+    try:
+        for tensor, values in kept:
+            stub = onnx.TensorProto(data_type=dtype_to_onnx(tensor.export_dtype), dims=values.shape)
+            tensor._values = LazyValues(_external(stub, tensor.name, "none", 0, values.nbytes))
+        yield
+    finally:
+        for tensor, values in kept:
+            tensor._values = values
+
+
 def _place(tensor: gs.Constant, folder: Path) -> None:
     """Tell a constant with external data where it lies; small ones are read at once."""
     values = tensor._values
@@ -312,7 +328,8 @@ def _make_names_unique(graph: gs.Graph) -> None:
             owners[tensor.name] = tensor
 
 
-def _constants_from_nodes(scope: gs.Graph) -> None:
+def constants_from_nodes(scope: gs.Graph) -> None:
+    """Make Constant nodes of one scope constant tensors, but for those that are its outputs."""
     outputs = {id(tensor) for tensor in scope.outputs}
     kept = []
     for node in scope.nodes:
