@@ -12,10 +12,13 @@ A region is a maximal connected set of such nodes with at least one convolution 
 stay outside, so that a Transpose moves bytes and not floats. Exact: integer sums do not depend on order, and the forms
 keep bits. Convolutions between Q and DQ have to become QLinearConv first (`passes.fuse_qdq`).
 
+ONNX Runtime makes the same regions itself at its highest optimisation level, and is then as fast without this pass;
+done here, they are in the artefact, whatever the level, and meet the Transposes of `passes.io_layout`.
+
 The other targets leave the graph as it is, because the layout is the backend's own decision there:
 
 - `cpu`: ONNX Runtime has no FP32 channels-last convolution for x86, and at load time blocks channels by itself
-  (NCHWc), which is faster than every channels-last spelling of the graph (`scripts/bench_layout.py`);
+  (NCHWc), which is faster than any channels-last spelling of the graph that it can run (`scripts/bench_layout.py`);
 - `cuda`: the provider transforms the graph itself when its option `prefer_nhwc` is set: see `provider_options`;
 - `tensorrt`: layouts inside are tactics; only the bindings' formats are ours to choose: see `tensor_formats`.
 """
@@ -49,7 +52,7 @@ class LayoutNhwc:
     name = "layout_nhwc"
     effect = Effect.EXACT
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str = "cpu") -> None:
         if target not in TARGETS:
             raise ValueError(f"target '{target}' is unknown; expected one of {', '.join(TARGETS)}")
         self.target = target
