@@ -8,6 +8,7 @@ nothing.
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
 from passes.pattern import in_scope, min_rank, only_consumer, producer, scalar_of
@@ -93,9 +94,10 @@ def tolerance_of(tensor: gs.Tensor) -> float:
 
     Two stored constants, each rounded by half a unit, may be multiplied into one coefficient.
     """
-    exponent = {"float16": -10, "bfloat16": -7}.get(
-        np.dtype(tensor.dtype).name if tensor.dtype is not None else "", -23
-    )
+    dtype = tensor.dtype
+    if isinstance(dtype, int):  # of a type that NumPy itself lacks
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(dtype)
+    exponent = {"float16": -10, "bfloat16": -7}.get("" if dtype is None else np.dtype(dtype).name, -23)
     return max(_WRITTEN_OUT, 1.01 * 2.0**exponent)
 
 
