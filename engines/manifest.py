@@ -67,11 +67,28 @@ class PluginRecord(Record):
 
 
 class PassRecord(Record):
-    """What one graph pass did."""
+    """What one graph pass did. `rolled_back` says why its result was not kept.
+
+    Errors are those against the graph before the pass, None where they were not measured or not finite; times are
+    seconds of one run before and after it, where they were measured. Nodes are counted by operator.
+    """
 
     name: str
     changed: bool
     seconds: float
+    effect: str = ""
+    rewrites: int = 0
+    nodes_before: dict[str, int] = {}
+    nodes_after: dict[str, int] = {}
+    absolute_error: float | None = None
+    relative_error: float | None = None
+    cosine: float | None = None
+    limit: float | None = None
+    seconds_before: float | None = None
+    seconds_after: float | None = None
+    timing_noise: float | None = None
+    rolled_back: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 class CheckRecord(Record):

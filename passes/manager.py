@@ -198,7 +198,7 @@ class _Workspace:
             inline(self.graph)
         elif set(used) != set(ours) or any(used[file] < _STILL_IN_USE * file.stat().st_size for file in ours):
             consolidate(self.graph, self.folder / data.name)
-            ours = [self.folder / data.name]
+            ours = list(data_files(self.graph))  # none where every constant is small
         structure = self.folder / f"{target.name}.new"
         structure.write_bytes(proto_from_graph(self.graph, self.metadata).SerializeToString())
         target.unlink(missing_ok=True)

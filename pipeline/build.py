@@ -34,9 +34,11 @@ from pipeline.forecast import (
     refuse_what_cannot_fit,
 )
 from pipeline.load import Description, TorchModel, describe, load
-from pipeline.optimize import optimize
+from pipeline.optimize import OptimizeConfig, optimize
+from pipeline.pass_report import record_from_report, result_of
 from pipeline.progress import Progress
 from pipeline.source import ModelSource, resolve_source
+from pipeline.verify import Feeds, feeds_from_file
 from plugins.build import cpu_library
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import DOMAIN, OP_TYPE, abi_hash
@@ -57,11 +59,12 @@ class Built:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What every SKU's bundle is made from. `torch_model` is None for an .onnx source."""
+    """What every SKU's bundle is made from. `torch_model` is None for an .onnx source, `feeds` without --inputs."""
 
     source: ModelSource
     onnx_model: OnnxModel
     torch_model: TorchModel | None
+    feeds: Sequence[Feeds] | None
 
 
 def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Progress) -> list[Built]:
@@ -71,6 +74,7 @@ def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Pr
         source = resolve_source(spec)
     progress.detail(f"{source.kind} model at {source.target}")
     targets = _targets(source, skus, config)
+    feeds = feeds_from_file(config.inputs) if config.inputs else None
     for path in targets:
         refuse_unusable_target(path)
     torch_model = None
@@ -95,7 +99,7 @@ def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Pr
         with progress.stage("export to ONNX"):
             onnx_model = _onnx_model(source, torch_model, workspace / ENGINE, config)
         progress.detail(f"{onnx_model.parameters:,} values in initializers, sha256 {onnx_model.sha256}")
-        inputs = _Inputs(source, onnx_model, torch_model)
+        inputs = _Inputs(source, onnx_model, torch_model, feeds)
         return [
             Built(_build_for_sku(inputs, sku, path, config, progress), forecast)
             for sku, path, forecast in zip(skus, targets, forecasts, strict=True)
@@ -174,11 +178,11 @@ def _build_for_sku(inputs: _Inputs, sku: Sku, path: Path, config: BuildConfig, p
                 plugins = (_copy_plugin(folder),)
             progress.detail(f"{plugins[0].operator} in {plugins[0].file}, ABI {plugins[0].abi_hash}")
         with progress.stage(f"{sku.name}: graph passes"):
-            model, passes = optimize(inputs.onnx_model, folder / ENGINE, sku)
-        for record in passes:
-            progress.detail(
-                f"{record.name}: {'changed' if record.changed else 'left'} the graph, {record.seconds:.3f} s"
-            )
+            passes_config = OptimizeConfig(config.passes, config.verify_passes, config.measure_passes)
+            model, reports = optimize(inputs.onnx_model, folder / ENGINE, sku, passes_config, inputs.feeds)
+        for report in reports:
+            (progress.note if report.rolled_back else progress.detail)(f"{report.name}: {result_of(report)}")
+        passes = tuple(record_from_report(report) for report in reports)
         with progress.stage(f"{sku.name}: check"):
             check = _check(inputs, model, folder, plugins)
         progress.note(f"{check.name}: error {check.value:.1e}, limit {check.limit:.0e} ({check.origin})")
@@ -209,7 +213,7 @@ def _check(inputs: _Inputs, model: OnnxModel, folder: Path, plugins: Sequence[Pl
         return check_against_torch(inputs.torch_model, model.path, model.decoder, libraries)
     if model.decoder is not None:
         return check_decoder_alone(model.path, model.decoder, libraries)
-    return check_against_unoptimised(model, libraries)
+    return check_against_unoptimised(inputs.onnx_model, model.path, libraries, inputs.feeds)
 
 
 def _manifest(

@@ -3,7 +3,7 @@
 The reference is the torch model where there is one; an .onnx source is compared with itself, unoptimised.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.base import StepInputs
-from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel, ort_message
+from engines.backends.onnxruntime import OnnxRuntimeModel, ort_message
 from engines.manifest import CheckRecord
-from passes.onnx_model import DecoderSpec, OnnxModel, load_structure
-from pipeline.compare.inputs import InputSpec, input_specs_from_graph, samples_from_inputs
+from passes.onnx_model import DecoderSpec, OnnxModel
+from pipeline.compare.inputs import InputSpec, samples_from_inputs
+from pipeline.packed import packed_logits
+from pipeline.verify import Feeds, errors_between, generated_inputs, run_plain
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import CacheDtype
 
@@ -49,22 +50,15 @@ def check_against_torch(
     return _verdict("outputs against torch", error)
 
 
-def check_against_unoptimised(model: OnnxModel, plugins: list[Path]) -> CheckRecord:
-    """Compare an engine made from an .onnx file with the same graph without any optimisation. Raises KilnError."""
-    import onnxruntime
-
-    specs = input_specs_from_graph(
-        load_structure(model.path), [(tensor.name, tensor.dtype, tensor.shape) for tensor in model.inputs]
-    )
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    names = [output.name for output in model.outputs]
+def check_against_unoptimised(
+    source: OnnxModel, engine: Path, plugins: list[Path], inputs: Sequence[Feeds] | None
+) -> CheckRecord:
+    """Compare an engine with the .onnx file that it was made from, run without any optimisation. Raises KilnError."""
     with _engine_runs():
-        session = onnxruntime.InferenceSession(str(model.path), options, providers=["CPUExecutionProvider"])
-        error = _plain_error(
-            model.path, plugins, specs, lambda feeds: dict(zip(names, session.run(names, dict(feeds)), strict=True))
-        )
+        samples = inputs or generated_inputs(source, plugins)
+        expected = run_plain(source.path, plugins, samples)
+        found = run_plain(engine, plugins, samples, optimized=True)
+    error = errors_between(expected, found).relative
     return _verdict("outputs against the unoptimised graph", error)
 
 
@@ -72,8 +66,8 @@ def check_decoder_alone(engine: Path, decoder: DecoderSpec, plugins: list[Path])
     """For a serving graph without its torch model: a prompt in chunks must give what it gives at once."""
     ids = np.random.default_rng(0).integers(0, decoder.vocab_size, 24)
     with _engine_runs():
-        whole = _packed_logits(engine, decoder, plugins, [ids], [[24]])
-        parts = _packed_logits(engine, decoder, plugins, [ids], [[9], [1], [14]])
+        whole = packed_logits(engine, decoder, plugins, [ids], [[24]])
+        parts = packed_logits(engine, decoder, plugins, [ids], [[9], [1], [14]])
     return _verdict(
         "logits of a prompt in chunks against the whole", _relative_error(parts[0], whole[0]), decoder.kv.dtype
     )
@@ -122,52 +116,13 @@ def _decoder_error(model: "TorchModel", engine: Path, decoder: DecoderSpec, plug
     steps = [[21, 1, 12], [1, 16, 1]]
     lengths: list[int] = np.sum(steps, axis=0).tolist()
     texts = [generator.integers(0, decoder.vocab_size, min(length, decoder.max_context)) for length in lengths]
-    found = _packed_logits(engine, decoder, plugins, texts, steps)
+    found = packed_logits(engine, decoder, plugins, texts, steps)
     worst = 0.0
     for text, rows in zip(texts, found, strict=True):
         with torch.inference_mode():
             expected = model.module(input_ids=torch.from_numpy(text)[None], use_cache=False).logits[0].numpy()
         worst = _worse(worst, _relative_error(rows, expected))
     return worst
-
-
-def _packed_logits(
-    engine: Path, decoder: DecoderSpec, plugins: list[Path], texts: list[NDArray], steps: list[list[int]]
-) -> list[NDArray]:
-    """Logits of every token of every text; each step takes its number of tokens from each text."""
-    size = decoder.kv.block_size
-    blocks = [-(-len(text) // size) for text in texts]
-    width, total = max(blocks), sum(blocks)
-    order = np.random.default_rng(2).permutation(total).astype(np.int32)  # as scattered as in a busy pool
-    table = np.zeros((len(texts), width), np.int32)
-    for row, count in enumerate(blocks):
-        table[row, :count] = order[sum(blocks[:row]) :][:count]
-    backend = OnnxRuntimeDecoder(engine, decoder.kv, total, plugins=plugins)
-    rows: list[list[NDArray]] = [[] for _ in texts]
-    past = np.zeros(len(texts), np.int32)
-    for step in steps:
-        starts: list[int] = past.tolist()
-        counts = [min(count, len(text) - start) for count, text, start in zip(step, texts, starts, strict=True)]
-        positions = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
-        slots = [table[row, where // size] * size + where % size for row, where in enumerate(positions)]
-        ids = [text[where] for text, where in zip(texts, positions, strict=True)]
-        cumulative = np.cumsum([0, *counts]).astype(np.int32)
-        logits = backend.step(
-            StepInputs(
-                input_ids=np.concatenate(ids).astype(np.int32),
-                position_ids=np.concatenate(positions).astype(np.int32),
-                logits_indices=np.arange(cumulative[-1], dtype=np.int32),
-                cumulative_sequence_length=cumulative,
-                past_seqlens=past.copy(),
-                block_table=table,
-                slot_mapping=np.concatenate(slots).astype(np.int32),
-            )
-        )
-        for row, part in enumerate(np.split(logits, cumulative[1:-1])):
-            rows[row].append(part)
-        past += np.array(counts, np.int32)
-    backend.close()
-    return [np.concatenate(parts) for parts in rows]
 
 
 def _relative_error(found: NDArray, expected: NDArray) -> float:

@@ -17,9 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from engines.bundle import EngineBundle, open_bundle
+from engines.manifest import PassRecord
 from engines.sku import sku_table
 from pipeline.cli_bench import bench_command
 from pipeline.cli_compare import compare_command
+from pipeline.cli_optimize import optimize_command, pass_options, switches_from_options
 from pipeline.cli_run import run_bundle_command
 from pipeline.config import PRECISIONS, BuildConfig
 from pipeline.forecast import size
@@ -83,10 +85,23 @@ def run_command(command: click.Command) -> None:
     type=click.Path(path_type=Path),
     help="The bundle's folder; with several SKUs the folder that gets one bundle each.  [default: bundles/NAME-SKU]",
 )
+@pass_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 @click.option("--verbose", is_flag=True, help="Show details of every stage, and warnings.")
 @click.version_option(package_name="kiln-engine")
-def build_engine_command(model: str, skus: tuple[str, ...], as_json: bool, verbose: bool, **options: Any) -> None:
+def build_engine_command(
+    model: str,
+    skus: tuple[str, ...],
+    as_json: bool,
+    verbose: bool,
+    only: str | None,
+    enable: tuple[str, ...],
+    disable: tuple[str, ...],
+    options: tuple[str, ...],
+    verify: bool,
+    measure: bool,
+    **build_options: Any,
+) -> None:
     """Build a verified engine bundle of MODEL for each SKU.
 
     MODEL is a Hugging Face folder or hub id, a .gguf or .onnx file, package://PACKAGE/FILE, module:callable
@@ -96,9 +111,15 @@ def build_engine_command(model: str, skus: tuple[str, ...], as_json: bool, verbo
 
     if not verbose:
         warnings.simplefilter("ignore")
+    config = BuildConfig(
+        **build_options,
+        passes=switches_from_options(only, enable, disable, options),
+        verify_passes=verify,
+        measure_passes=measure,
+    )
     progress = Progress(verbose=verbose)
     with redirect_stdout(sys.stderr):  # a user's model may print
-        built = build(model, skus, BuildConfig(**options), progress)
+        built = build(model, skus, config, progress)
     if as_json:
         document = {
             "bundles": [{**_bundle_record(item.bundle), "forecast": item.forecast.to_dict()} for item in built],
@@ -132,6 +153,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
 
 
 kiln_group.add_command(run_bundle_command)
+kiln_group.add_command(optimize_command)
 kiln_group.add_command(compare_command)
 kiln_group.add_command(bench_command)
 
@@ -145,6 +167,15 @@ def _bundle_record(bundle: EngineBundle) -> dict[str, Any]:
         "precision": manifest.precision,
         "checks": [check.model_dump() for check in manifest.checks],
     }
+
+
+def _pass_line(record: PassRecord) -> str:
+    if record.rolled_back is not None:
+        return f"rolled back: {record.rolled_back}"
+    if not record.changed:
+        return "changed nothing"
+    error = "" if record.relative_error is None else f", relative error {record.relative_error:.1e}"
+    return f"{record.rewrites} rewrites{error}"
 
 
 def _bundle_table(bundle: EngineBundle) -> Table:
@@ -175,7 +206,7 @@ def _bundle_table(bundle: EngineBundle) -> Table:
             if not tensor.name.startswith(caches)
         )
     for graph_pass in manifest.passes:
-        rows[f"pass {graph_pass.name}"] = "changed the graph" if graph_pass.changed else "changed nothing"
+        rows[f"pass {graph_pass.name}"] = _pass_line(graph_pass)
     for check in manifest.checks:
         rows[check.name] = f"error {check.value:.2e}, limit {check.limit:.0e}: {check.origin}"
     rows["files"] = "\n".join(f"{name}  {size(record.bytes)}" for name, record in manifest.files.items())

@@ -1,9 +1,10 @@
 """Options of a build. The command line takes its defaults from here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from passes.standard import PassSwitches
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import CACHE_ITEMSIZE, CacheDtype
 
@@ -20,6 +21,10 @@ class BuildConfig:
     block_size: int = 16
     max_context: int | None = None
     out: Path | None = None
+    passes: PassSwitches = field(default_factory=PassSwitches)
+    verify_passes: bool = True
+    measure_passes: bool = False
+    inputs: Path | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (

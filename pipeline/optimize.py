@@ -1,60 +1,56 @@
-"""Runs the graph passes of a SKU over an ONNX file."""
+"""Runs the graph passes of a SKU over an ONNX file, judged and timed by running it. Knows no pass by name."""
 
-import os
-import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
-from typing import TYPE_CHECKING
 
-import onnx_graphsurgeon as gs
-
-from engines.manifest import PassRecord
 from engines.sku import Sku
-from passes.base import Pass
-from passes.bind_attention import BindAttention
-from passes.onnx_model import OnnxModel, external_files, load_structure, onnx_model_from_path
+from passes.manager import PassReport, run_passes
+from passes.onnx_model import OnnxModel
+from passes.standard import Backend, PassSwitches, PassTarget, standard_passes
+from pipeline.verify import Feeds, NumericGate, StepClock
+from plugins.build import cpu_library
 from plugins.errors import KilnError
 
-if TYPE_CHECKING:
-    import onnx
+_BACKENDS: dict[str, Backend] = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
-def passes_for_sku(sku: Sku) -> list[Pass]:
-    """The passes that an engine for `sku` needs, in order."""
-    return [BindAttention()] if sku.is_cpu else []
+@dataclass(frozen=True)
+class OptimizeConfig:
+    """`verify` runs the model before and after each pass and undoes what errs; `measure` times it as well."""
+
+    switches: PassSwitches = field(default_factory=PassSwitches)
+    verify: bool = True
+    measure: bool = False
+    threads: int | None = None
 
 
-def _graph_from_proto(path: Path, proto: "onnx.ModelProto") -> gs.Graph:
-    try:
-        return gs.import_onnx(proto)
-    except Exception as error:  # a graph that is damaged, but not so that protobuf notices
-        raise KilnError(
-            f"{path}: its graph cannot be read ({type(error).__name__}: {error}); export it again"
-        ) from error
+def pass_target(sku: Sku, model: OnnxModel) -> PassTarget:
+    """What decides the passes of a model for a SKU."""
+    return PassTarget(_BACKENDS[sku.provider], model.decoder)
 
 
-def optimize(model: OnnxModel, target: Path, sku: Sku) -> tuple[OnnxModel, tuple[PassRecord, ...]]:
-    """Rewrite the graph into `target`; external weights are linked beside it, or copied where links cannot be."""
-    import onnx
+def optimize(
+    model: OnnxModel,
+    target: Path,
+    sku: Sku,
+    config: OptimizeConfig = OptimizeConfig(),
+    inputs: Sequence[Feeds] | None = None,
+    observe: Callable[[PassReport], None] = lambda report: None,
+) -> tuple[OnnxModel, tuple[PassReport, ...]]:
+    """Rewrite the graph into `target`. `inputs` replaces the generated inputs of a model without a KV cache.
 
-    proto = load_structure(model.path)
-    weights = external_files(model.path, proto)
-    graph = _graph_from_proto(model.path, proto)
-    records = []
-    for graph_pass in passes_for_sku(sku):
-        start = perf_counter()
-        changed = graph_pass.call(graph).changed
-        records.append(PassRecord(name=graph_pass.name, changed=changed, seconds=perf_counter() - start))
-    if any(record.changed for record in records):
-        rewritten = gs.export_onnx(graph, do_type_check=False)
-        onnx.helper.set_model_props(rewritten, {entry.key: entry.value for entry in proto.metadata_props})
-        proto = rewritten
-    target.write_bytes(proto.SerializeToString())
-    for file in weights:
-        placed = target.parent / file.relative_to(model.path.parent)
-        placed.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(file, placed)
-        except OSError:
-            shutil.copyfile(file, placed)
-    return onnx_model_from_path(target), tuple(records)
+    Raises KilnError for a model that is not sound, an unknown pass, or a model that cannot be run here.
+    """
+    passes = standard_passes(pass_target(sku, model), config.switches)
+    if (config.verify or config.measure) and not sku.is_cpu:
+        raise KilnError(f"graphs for SKU {sku.name} cannot be run on this machine; add --no-verify, without --measure")
+    plugins = [cpu_library()] if model.decoder and (config.verify or config.measure) else []
+    return run_passes(
+        model,
+        target,
+        passes,
+        gate=NumericGate(model, plugins, inputs) if config.verify else None,
+        clock=StepClock(model, plugins, inputs, config.threads) if config.measure else None,
+        observe=observe,
+    )

@@ -48,6 +48,7 @@ class OnnxRuntimeDecoder:
         provider: only the CPU provider for now.
         plugins: libraries with the graph's custom operators.
         threads: threads of one step; None uses every CPU that this process may run on.
+        optimized: False runs the graph as it is, without ONNX Runtime's own rewrites, to judge a graph by itself.
 
     Raises KilnError when the graph cannot be loaded, does not follow the schema, or memory is short.
     """
@@ -61,13 +62,14 @@ class OnnxRuntimeDecoder:
         provider: str = CPU,
         plugins: Sequence[Path] = (),
         threads: int | None = None,
+        optimized: bool = True,
     ) -> None:
         if provider != CPU:
             raise KilnError(f"the paged cache runs on {CPU} for now, found provider {provider}; build for --sku cpu")
         _check_pool(kv, num_blocks)
         self.kv = kv
         self.num_blocks = num_blocks
-        self._session = session_from_file(engine, provider, plugins, threads)
+        self._session = session_from_file(engine, provider, plugins, threads, optimized)
         _check_serving_graph(engine, self._session, kv)
         outputs = {node.name: node for node in self._session.get_outputs()}
         self._vocabulary: int = outputs[LOGITS].shape[1]
@@ -128,9 +130,15 @@ class OnnxRuntimeModel:
     """
 
     def __init__(
-        self, engine: Path, *, provider: str = CPU, plugins: Sequence[Path] = (), threads: int | None = None
+        self,
+        engine: Path,
+        *,
+        provider: str = CPU,
+        plugins: Sequence[Path] = (),
+        threads: int | None = None,
+        optimized: bool = True,
     ) -> None:
-        self._session = session_from_file(engine, provider, plugins, threads)
+        self._session = session_from_file(engine, provider, plugins, threads, optimized)
         self._inputs: dict[str, tuple[str, tuple[int | str | None, ...]]] = {}
         for node in self._session.get_inputs():
             if node.type not in _NUMPY_TYPE:
@@ -182,7 +190,9 @@ class OnnxRuntimeModel:
                 raise KilnError(f"input {name} has shape {list(array.shape)}; expected [{wanted}]")
 
 
-def session_from_file(engine: Path, provider: str, plugins: Sequence[Path], threads: int | None) -> Any:
+def session_from_file(
+    engine: Path, provider: str, plugins: Sequence[Path], threads: int | None, optimized: bool = True
+) -> Any:
     """An ONNX Runtime session. Raises KilnError naming the missing file, library, provider or operator."""
     if threads is not None and threads < 1:
         raise KilnError(f"threads is {threads}; expected at least 1, or None for every CPU")
@@ -205,6 +215,8 @@ def session_from_file(engine: Path, provider: str, plugins: Sequence[Path], thre
     options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
     # Plans are kept per combination of input shapes, and a packed step rarely repeats one: they would pile up.
     options.enable_mem_pattern = False
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
     for plugin in plugins:
         try:

@@ -56,6 +56,14 @@ def sample_of_batch(specs: Sequence[InputSpec], batch: int, seed: int) -> dict[s
     return {spec.name: _values(spec, _shape(spec, sizes), generator) for spec in specs}
 
 
+def sample_of_sizes(specs: Sequence[InputSpec], batch: int, size: int, seed: int) -> dict[str, NDArray]:
+    """One set of inputs whose first dimensions, where dynamic, are `batch` and whose other dynamic ones are `size`."""
+    generator = np.random.default_rng(seed)
+    leading = {spec.shape[0] for spec in specs if spec.shape}
+    sizes = {name: batch if name in leading else size for spec in specs for name, _ in _dynamic(spec)}
+    return {spec.name: _values(spec, _shape(spec, sizes), generator) for spec in specs}
+
+
 def _dynamic(spec: InputSpec) -> Iterable[tuple[str, int]]:
     """Symbol and smallest size of each dynamic dimension. 32 suits networks that halve an image five times."""
     for axis, size in enumerate(spec.shape):

@@ -51,14 +51,14 @@ def _engine_from_graph(model: OnnxModel, spec: DecoderSpec, threads: int | None)
     from plugins.build import cpu_library
 
     with tempfile.TemporaryDirectory(prefix="kiln-compare-") as folder:
-        bound = _bound_graph(model.path, Path(folder))
+        bound = bound_graph(model.path, Path(folder))
         backend = OnnxRuntimeDecoder(
             bound, spec.kv, default_kv_blocks(spec, 1), plugins=[cpu_library()], threads=threads
         )
     return Engine.from_decoder(backend, spec, config=SchedulerConfig(max_running=1), name=model.path.name)
 
 
-def _bound_graph(path: Path, folder: Path) -> Path:
+def bound_graph(path: Path, folder: Path) -> Path:
     """`path` itself if its attention is bound already, else a bound copy in `folder`."""
     import onnx
 

@@ -1,0 +1,90 @@
+"""The passes that Kiln has, in the order in which they run, and which of them a target gets by default.
+
+One visible table. The order matters: what a pass looks for is what those before it leave.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from passes.base import Pass
+from passes.bind_attention import BindAttention
+from passes.onnx_model import DecoderSpec
+from plugins.errors import KilnError
+
+Backend = Literal["cpu", "cuda", "tensorrt"]
+
+
+@dataclass(frozen=True)
+class PassTarget:
+    """What decides which passes run: the backend, and for a decoder its description."""
+
+    backend: Backend = "cpu"
+    decoder: DecoderSpec | None = None
+
+
+@dataclass(frozen=True)
+class PassSwitches:
+    """A user's choice. `only` replaces the default set; `enable` and `disable` change it.
+
+    `options` gives constructor arguments by pass name, over the target's own.
+    """
+
+    only: tuple[str, ...] = ()
+    enable: tuple[str, ...] = ()
+    disable: tuple[str, ...] = ()
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the table."""
+
+    make: Callable[..., Pass]
+    default: Callable[[PassTarget], bool] = lambda target: True
+    options: Callable[[PassTarget], dict[str, Any]] = lambda target: {}
+    """Constructor arguments that the target decides."""
+
+    @property
+    def name(self) -> str:
+        return str(self.make.name)  # type: ignore[attr-defined]
+
+
+TABLE: tuple[Entry, ...] = (Entry(BindAttention, default=lambda target: target.backend == "cpu"),)
+
+
+def pass_names() -> tuple[str, ...]:
+    """All passes, in order."""
+    return tuple(entry.name for entry in TABLE)
+
+
+def standard_passes(target: PassTarget, switches: PassSwitches = PassSwitches()) -> list[Pass]:
+    """The passes for a target, in order. Raises KilnError for an unknown name or option."""
+    named = [*switches.only, *switches.enable, *switches.disable, *switches.options]
+    for name in named:
+        if name not in pass_names():
+            raise KilnError(f"there is no pass '{name}'; known are {', '.join(pass_names())}")
+    chosen: Collection[str] = switches.only or {
+        *(entry.name for entry in TABLE if entry.default(target)),
+        *switches.enable,
+    }
+    return [
+        _made(entry, target, switches.options.get(entry.name, {}))
+        for entry in TABLE
+        if entry.name in chosen and entry.name not in switches.disable
+    ]
+
+
+def _made(entry: Entry, target: PassTarget, options: Mapping[str, Any]) -> Pass:
+    known = list(inspect.signature(entry.make).parameters)
+    if unknown := sorted(set(options) - set(known)):
+        raise KilnError(
+            f"pass {entry.name} has no option {', '.join(unknown)}; it has {', '.join(known) or 'none at all'}"
+        )
+    return entry.make(**{**entry.options(target), **options})
+
+
+def describe_passes(target: PassTarget) -> Sequence[tuple[str, str, bool]]:
+    """Name, effect and whether the target gets it by default, of every pass in order."""
+    return [(entry.name, entry.make.effect.value, entry.default(target)) for entry in TABLE]  # type: ignore[attr-defined]

@@ -1,0 +1,79 @@
+"""Packed steps outside the runtime, for judging and timing serving graphs: chosen tokens through scattered blocks."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.backends.base import StepInputs
+from engines.backends.onnxruntime import OnnxRuntimeDecoder
+from passes.onnx_model import DecoderSpec
+
+
+def packed_logits(
+    engine: Path,
+    decoder: DecoderSpec,
+    plugins: Sequence[Path],
+    texts: list[NDArray],
+    steps: list[list[int]],
+    *,
+    optimized: bool = True,
+    last_rows: int | None = None,
+) -> list[NDArray]:
+    """Logits of every token of every text; each step takes its number of tokens from each text.
+
+    With `last_rows` only the last so many tokens of each text's share in a step get logits.
+    """
+    size = decoder.kv.block_size
+    blocks = [-(-len(text) // size) for text in texts]
+    width, total = max(blocks), sum(blocks)
+    order = np.random.default_rng(2).permutation(total).astype(np.int32)  # as scattered as in a busy pool
+    table = np.zeros((len(texts), width), np.int32)
+    for row, count in enumerate(blocks):
+        table[row, :count] = order[sum(blocks[:row]) :][:count]
+    backend = OnnxRuntimeDecoder(engine, decoder.kv, total, plugins=plugins, optimized=optimized)
+    rows: list[list[NDArray]] = [[] for _ in texts]
+    past = np.zeros(len(texts), np.int32)
+    for step in steps:
+        starts: list[int] = past.tolist()
+        counts = [min(count, len(text) - start) for count, text, start in zip(step, texts, starts, strict=True)]
+        positions = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        slots = [table[row, where // size] * size + where % size for row, where in enumerate(positions)]
+        ids = [text[where] for text, where in zip(texts, positions, strict=True)]
+        cumulative = np.cumsum([0, *counts]).astype(np.int32)
+        asked = [
+            np.arange(max(begin, end - (last_rows or end)), end, dtype=np.int32)
+            for begin, end in itertools.pairwise(cumulative)
+        ]
+        logits = backend.step(
+            StepInputs(
+                input_ids=np.concatenate(ids).astype(np.int32),
+                position_ids=np.concatenate(positions).astype(np.int32),
+                logits_indices=np.concatenate(asked),
+                cumulative_sequence_length=cumulative,
+                past_seqlens=past.copy(),
+                block_table=table,
+                slot_mapping=np.concatenate(slots).astype(np.int32),
+            )
+        )
+        for row, part in enumerate(np.split(logits, np.cumsum([len(rows) for rows in asked])[:-1])):
+            rows[row].append(part)
+        past += np.array(counts, np.int32)
+    backend.close()
+    return [np.concatenate(parts) for parts in rows]
+
+
+def step_inputs_of_prompt(tokens: int, decoder: DecoderSpec) -> StepInputs:
+    """One prompt from position 0 in one step, with logits for its last token; needs as many blocks as its table has."""
+    blocks = -(-tokens // decoder.kv.block_size)
+    return StepInputs(
+        input_ids=np.random.default_rng(0).integers(0, decoder.vocab_size, tokens).astype(np.int32),
+        position_ids=np.arange(tokens, dtype=np.int32),
+        logits_indices=np.array([tokens - 1], np.int32),
+        cumulative_sequence_length=np.array([0, tokens], np.int32),
+        past_seqlens=np.array([0], np.int32),
+        block_table=np.arange(blocks, dtype=np.int32)[None],
+        slot_mapping=np.arange(tokens, dtype=np.int32),
+    )

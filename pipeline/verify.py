@@ -1,0 +1,204 @@
+"""How far two models are apart, and how long each takes: what the pass manager's gate and clock are made of.
+
+Both run on the backend at hand, ONNX Runtime on CPU. The gate switches ONNX Runtime's own rewrites off, so that a
+graph is judged as it is; the clock leaves them on, as the engine will run. Inputs are drawn from a seed, short ones
+and a long one: errors that grow with length show only there.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
+from passes.manager import Errors, Timing
+from passes.onnx_model import DecoderSpec, OnnxModel, load_structure
+from pipeline.compare.inputs import InputSpec, input_specs_from_graph, sample_of_sizes, samples_from_inputs
+from pipeline.compare.onnx_subject import bound_graph
+from pipeline.packed import packed_logits, step_inputs_of_prompt
+from plugins.errors import KilnError
+
+LONG = 2048
+"""Tokens of the long input of a decoder, where its context allows it."""
+TIMED_TOKENS = 512
+_LONG_SIZES = {"i": (2048, 1024, 512, 256), "f": (640, 320, 160)}
+"""Sizes tried for the dynamic dimensions of the long input, by kind of the input's type: tokens, or pixels."""
+_ROWS = 32
+_SAMPLES = 2
+
+Feeds = Mapping[str, NDArray]
+Outputs = dict[str, NDArray]
+
+
+class NumericGate:
+    """A `passes.manager.Gate`. The outputs of the last model judged are kept: it is the next one's reference."""
+
+    def __init__(self, model: OnnxModel, plugins: Sequence[Path] = (), inputs: Sequence[Feeds] | None = None) -> None:
+        """`inputs` replaces the generated ones, for a model that does not take random values."""
+        self.decoder, self.plugins = model.decoder, tuple(plugins)
+        self.inputs = tuple(inputs or (() if model.decoder else generated_inputs(model, plugins)))
+        self._kept: tuple[Path, list[Outputs]] | None = None
+
+    def __call__(self, before: Path, after: Path) -> Errors:
+        if self._kept is None or self._kept[0] != before:
+            self._kept = (before, self._run(before))
+        found = self._run(after)
+        errors = errors_between(self._kept[1], found)
+        if errors.relative == errors.relative:  # not a NaN, which no limit lets pass
+            self._kept = (after, found)
+        return errors
+
+    def _run(self, path: Path) -> list[Outputs]:
+        if self.decoder is None:
+            return run_plain(path, self.plugins, self.inputs)
+        with tempfile.TemporaryDirectory(prefix="kiln-gate-") as folder:
+            return _decoder_outputs(bound_graph(path, Path(folder)), self.decoder, self.plugins)
+
+
+class StepClock:
+    """A `passes.manager.Clock`: a prompt of TIMED_TOKENS for a decoder, else one call on the first input."""
+
+    def __init__(
+        self,
+        model: OnnxModel,
+        plugins: Sequence[Path] = (),
+        inputs: Sequence[Feeds] | None = None,
+        threads: int | None = None,
+        seconds: float = 3.0,
+    ) -> None:
+        self.decoder, self.plugins, self.threads, self.seconds = model.decoder, tuple(plugins), threads, seconds
+        self.feeds = None if model.decoder else next(iter(inputs or generated_inputs(model, plugins)))
+
+    def __call__(self, before: Path, after: Path) -> Timing:
+        """Alternating calls for `seconds`, at least three of each, after one to warm up."""
+        with tempfile.TemporaryDirectory(prefix="kiln-clock-") as folder:
+            calls = [self._call(path, Path(folder) / str(number)) for number, path in enumerate((before, after))]
+        times: list[list[float]] = [[], []]
+        for call in calls:
+            call()
+        end = time.perf_counter() + self.seconds
+        while len(times[1]) < 3 or time.perf_counter() < end:
+            for call, taken in zip(calls, times, strict=True):
+                start = time.perf_counter()
+                call()
+                taken.append(time.perf_counter() - start)
+        quartiles = [statistics.quantiles(taken, n=4) for taken in times]
+        medians = [middle for _, middle, _ in quartiles]
+        # Half the interquartile range of either side, over its median: what a repetition may differ by.
+        noise = max((high - low) / 2 / middle for low, middle, high in quartiles)
+        return Timing(medians[0], medians[1], noise)
+
+    def _call(self, path: Path, folder: Path) -> Callable[[], object]:
+        if self.decoder is None:
+            model = OnnxRuntimeModel(path, plugins=self.plugins, threads=self.threads)
+            feeds = self.feeds
+            assert feeds is not None
+            return lambda: model.infer(feeds)
+        folder.mkdir()
+        tokens = min(TIMED_TOKENS, self.decoder.max_context)
+        inputs = step_inputs_of_prompt(tokens, self.decoder)
+        decoder = OnnxRuntimeDecoder(
+            bound_graph(path, folder),
+            self.decoder.kv,
+            inputs.block_table.size,
+            plugins=self.plugins,
+            threads=self.threads,
+        )
+        return lambda: decoder.step(inputs)
+
+
+def errors_between(before: Sequence[Outputs], after: Sequence[Outputs]) -> Errors:
+    """The worst over all inputs and outputs. Raises KilnError for an output of another shape or name."""
+    worst = Errors(0.0, 0.0, 1.0, "")
+    for reference, found in zip(before, after, strict=True):
+        if list(reference) != list(found):
+            raise KilnError(f"the outputs are {', '.join(found)}; expected {', '.join(reference)}")
+        for name, expected in reference.items():
+            if found[name].shape != expected.shape:
+                raise KilnError(f"output '{name}' has shape {found[name].shape}; expected {expected.shape}")
+            errors = _errors_of(name, found[name], expected)
+            worst = Errors(
+                absolute=float(np.maximum(worst.absolute, errors.absolute)),  # np.maximum keeps a NaN
+                relative=float(np.maximum(worst.relative, errors.relative)),
+                cosine=float(np.minimum(worst.cosine, errors.cosine)),
+                output=worst.output if worst.output and worst.relative >= errors.relative else name,
+            )
+    return worst
+
+
+def _errors_of(name: str, found: NDArray, expected: NDArray) -> Errors:
+    if expected.dtype.kind not in "fc":
+        same = np.array_equal(found, expected)
+        return Errors(0.0, 0.0, 1.0, name) if same else Errors(float("nan"), float("nan"), float("nan"), name)
+    found, expected = found.astype(np.float64).ravel(), expected.astype(np.float64).ravel()
+    finite = np.isfinite(expected)
+    if not (np.array_equal(finite, np.isfinite(found)) and np.array_equal(found[~finite], expected[~finite], True)):
+        return Errors(float("nan"), float("nan"), float("nan"), name)
+    found, expected = found[finite], expected[finite]
+    if not expected.size:
+        return Errors(0.0, 0.0, 1.0, name)
+    absolute, largest = float(np.abs(found - expected).max()), float(np.abs(expected).max())
+    norms = float(np.linalg.norm(found) * np.linalg.norm(expected))
+    cosine = float(found @ expected) / norms if norms else float(not absolute)
+    return Errors(absolute, absolute / max(largest, float(np.finfo(np.float32).tiny)), cosine, name)
+
+
+def run_plain(
+    path: Path, plugins: Sequence[Path], inputs: Sequence[Feeds], *, optimized: bool = False
+) -> list[Outputs]:
+    """Outputs of a model without a KV cache, for each set of inputs; as its graph stands unless `optimized`."""
+    backend = OnnxRuntimeModel(path, plugins=plugins, optimized=optimized)
+    try:
+        return [backend.infer(feeds) for feeds in inputs]
+    finally:
+        backend.close()
+
+
+def _decoder_outputs(path: Path, decoder: DecoderSpec, plugins: Sequence[Path]) -> list[Outputs]:
+    """A long prompt in one step, beside a short one; then a step of single tokens."""
+    generator = np.random.default_rng(3)
+    lengths = [min(LONG, decoder.max_context), min(37, decoder.max_context)]
+    texts = [generator.integers(0, decoder.vocab_size, length) for length in lengths]
+    steps = [[max(length - 1, 1) for length in lengths], [1, 1]]
+    rows = packed_logits(path, decoder, plugins, texts, steps, optimized=False, last_rows=_ROWS)
+    return [{"logits": np.concatenate(rows)}]
+
+
+def feeds_from_file(path: Path) -> list[Feeds]:
+    """One set of inputs from an .npz, by input name. Raises KilnError for any other file."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return [dict(arrays.items())]
+    except (OSError, ValueError, AttributeError) as error:  # a single .npy has no items
+        raise KilnError(f"inputs {path} are no .npz of arrays ({error}); write one with numpy.savez") from error
+
+
+def generated_inputs(model: OnnxModel, plugins: Sequence[Path] = ()) -> tuple[Feeds, ...]:
+    """Random inputs that the model accepts, the last one as long as it takes. Raises KilnError where none are found."""
+    specs = input_specs_from_graph(
+        load_structure(model.path), [(tensor.name, tensor.dtype, tensor.shape) for tensor in model.inputs]
+    )
+    samples = samples_from_inputs(specs, _SAMPLES, seed=1)
+    try:
+        run_plain(model.path, plugins, samples)
+    except KilnError as error:
+        raise KilnError(f"{error}. Random inputs do not suit this model; give some with --inputs FILE.npz") from error
+    long = _longest(model.path, plugins, specs)
+    return (*samples, long) if long is not None else tuple(samples)
+
+
+def _longest(path: Path, plugins: Sequence[Path], specs: Sequence[InputSpec]) -> Feeds | None:
+    """The longest sample among some sizes that the model runs on; None where no dimension but the batch varies."""
+    varies = any(isinstance(size, str) for spec in specs for size in spec.shape[1:])
+    kind = "i" if specs and all(np.dtype(spec.dtype).kind in "iub" for spec in specs) else "f"
+    for size in _LONG_SIZES[kind] if varies else ():
+        feeds = sample_of_sizes(specs, batch=1, size=size, seed=2)
+        with suppress(KilnError):
+            run_plain(path, plugins, [feeds])
+            return feeds
+    return None
