@@ -56,6 +56,7 @@ from passes.views import (
     compose_transposes,
     element_type,
     is_identity,
+    learn_type,
     permutation_of,
     same_as_viewed,
     shorten_reshape,
@@ -116,11 +117,7 @@ def _give_way(scope: gs.Graph, node: gs.Node, source: gs.Tensor) -> bool:
         local = any(maker is other for maker in source.inputs for other in scope.nodes)
         if node.op == "Identity" and (not local or is_output(scope, source)):
             return _bypass(output, source)
-        if local and output.shape is not None and not is_output(scope, source):
-            source.shape = output.shape
-    if isinstance(source, gs.Variable):
-        source.dtype = output.dtype if source.dtype is None else source.dtype
-        source.shape = output.shape if source.shape is None else source.shape
+    learn_type(source, output)
     replace_uses(scope, output, source)
     node.inputs.clear()
     node.outputs.clear()

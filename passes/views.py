@@ -58,6 +58,19 @@ def element_type(dtype: object) -> int | None:
     return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))  # type: ignore[call-overload]
 
 
+def learn_type(tensor: gs.Tensor, equal: gs.Tensor) -> None:
+    """Give `tensor` what is known of the element type and the sizes of one with the same content."""
+    if not isinstance(tensor, gs.Variable):
+        return
+    if tensor.dtype is None:
+        tensor.dtype = equal.dtype
+    if tensor.shape is None or equal.shape is None:
+        tensor.shape = equal.shape if tensor.shape is None else tensor.shape
+    elif len(tensor.shape) == len(equal.shape):
+        pairs = zip(tensor.shape, equal.shape, strict=True)
+        tensor.shape = [old if isinstance(old, int) or new is None else new for old, new in pairs]
+
+
 def broadcasts_into(shape: Sequence[object], tensor: gs.Tensor) -> bool:
     """Whether an operand of `shape` provably leaves the shape of `tensor` as it is."""
     rank = rank_of(tensor)
