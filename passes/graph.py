@@ -325,6 +325,10 @@ def _make_names_unique(graph: gs.Graph) -> None:
             while f"{tensor.name}__{number}" in owners:
                 number += 1
             tensor.name = f"{tensor.name}__{number}"
+            if isinstance(tensor, gs.Constant) and type(tensor._values) is LazyValues:
+                own = onnx.TensorProto()  # exporting writes the name into the message, which is the caller's
+                own.CopyFrom(tensor._values.tensor)
+                tensor._values = LazyValues(own)
             owners[tensor.name] = tensor
 
 
