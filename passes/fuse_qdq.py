@@ -2,8 +2,9 @@
 
 With `D` = DequantizeLinear and `Q` = QuantizeLinear, per tensor, 8-bit activations:
 
-1. `Q(Conv(D(x), D(w)[, b]))` -> `QLinearConv(x, w[, b])`; `w` is constant, quantised per tensor or per output channel;
-   `b` is constant, FP32 or an int32 under `D` with scale `x_scale * w_scale`;
+1. `Q(Conv(D(x), D(w)[, b]))` -> `QLinearConv(x, w[, b])`; `w` is constant, quantised per tensor or per output channel,
+   or `Q(v)` with a constant `v`, as training with quantisation exports it; `b` is constant, FP32 or an int32 under `D`
+   with scale `x_scale * w_scale`;
 2. as 1 with `Relu` or `Clip` before Q, where Q saturates at least as early;
 3. `Q(GlobalAveragePool(D(x)))`, or `Q(ReduceMean(D(x); 2, 3))` -> `com.microsoft::QLinearGlobalAveragePool(x)`;
 4. `Q(AveragePool(D(x)))` -> `com.microsoft::QLinearAveragePool(x)`;
@@ -120,8 +121,8 @@ def _fuse_conv(
     scope: gs.Graph, quantise: gs.Node, conv: gs.Node, data: gs.Tensor, source: _Quantised, result: _Quantised
 ) -> bool:
     dequantise = producer(conv.inputs[1], "DequantizeLinear")
-    weights = dequantise.inputs[0] if dequantise else None
-    if dequantise is None or not isinstance(weights, gs.Constant):
+    weights = _stored_weights(dequantise.inputs[0]) if dequantise else None
+    if dequantise is None or weights is None:
         return False
     scale, zero = _weight_parameters(dequantise, weights)
     inputs = [data, *source.inputs, weights, scale, zero, *result.inputs]
@@ -134,7 +135,25 @@ def _fuse_conv(
     return True
 
 
-def _weight_parameters(node: gs.Node, weights: gs.Constant) -> tuple[NDArray, NDArray]:
+def _stored_weights(tensor: gs.Tensor) -> gs.Constant | NDArray | None:
+    """Constant 8-bit weights: as they are, or computed where they are Q of a constant (ONNX, QuantizeLinear)."""
+    if isinstance(tensor, gs.Constant):
+        return tensor
+    node = producer(tensor, "QuantizeLinear")
+    values, scale, zero = (values_of(input_of(node, index)) for index in range(3)) if node else (None, None, None)
+    if node is None or values is None or scale is None or zero is None or zero.dtype not in _EIGHT_BITS:
+        return None
+    if scale.size == 1:
+        scale, zero = scale.reshape(()), zero.reshape(())
+    elif node.attrs.get("axis", 1) % values.ndim == 0 and scale.shape == zero.shape == values.shape[:1]:
+        scale, zero = (part.reshape(-1, *[1] * (values.ndim - 1)) for part in (scale, zero))
+    else:
+        return None
+    limits = np.iinfo(zero.dtype)
+    return np.clip(np.rint(values / scale) + zero, limits.min, limits.max).astype(zero.dtype)
+
+
+def _weight_parameters(node: gs.Node, weights: gs.Constant | NDArray) -> tuple[NDArray, NDArray]:
     """Scale and zero point, `[M]` or `[]`."""
     scale, zero = values_of(input_of(node, 1)), values_of(input_of(node, 2))
     if input_of(node, 2) is None:

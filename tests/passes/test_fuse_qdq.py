@@ -21,8 +21,10 @@ CONSTANTS: dict[str, NDArray] = {
     "wz": np.zeros(5, np.int8),
     "wd": np.arange(5, dtype=np.int8),
     "ws4": np.linspace(0.01, 0.02, 4, dtype=np.float32),
+    "v": np.random.default_rng(1).normal(0, 0.4, (5, 4, 3, 3)).astype(np.float32),
     "b": np.arange(-2, 3, dtype=np.int32) * 300,
     "bs": np.float32(0.05) * np.linspace(0.01, 0.02, 5, dtype=np.float32),
+    "bs1": np.array(0.007, np.float32),
     "fb": np.linspace(-1, 1, 5, dtype=np.float32),
     "huge": np.full(5, 1e9, np.float32),
     "zero": np.array(0, np.float32),
@@ -75,8 +77,22 @@ def assert_one_step(tools, before: onnx.ModelProto, after: onnx.ModelProto, feed
         f"{CONV}{BIAS} c = Conv(d, k, f)\n r = Relu(c)\n y = QuantizeLinear(r, t, e)",
         f"{CONV}{BIAS} c = Conv(d, k, f)\n r = Clip(c, zero, top)\n y = QuantizeLinear(r, s, e)",
         f"{CONV}{BIAS} c = Conv(d, k, f)\n r = Clip(c, zero)\n y = QuantizeLinear(r, t, e)",
+        "d = DequantizeLinear(x, s, z)\n q = QuantizeLinear<axis = 0>(v, ws, wz)\n"
+        "k = DequantizeLinear<axis = 0>(q, ws, wz)\n c = Conv(d, k)\n y = QuantizeLinear(c, t, z)",
+        "d = DequantizeLinear(x, s, z)\n q = QuantizeLinear(v, bs1, i)\n"
+        "k = DequantizeLinear(q, bs1, i)\n c = Conv(d, k)\n y = QuantizeLinear(c, t, z)",
     ],
-    ids=["plain", "bias", "float bias", "uint8 weights", "relu", "clip", "clip from below"],
+    ids=[
+        "plain",
+        "bias",
+        "float bias",
+        "uint8 weights",
+        "relu",
+        "clip",
+        "clip from below",
+        "Q of weights",
+        "Q of weights per tensor",
+    ],
 )
 def test_convolution(tools, body) -> None:
     before = model(body)
@@ -137,7 +153,7 @@ def test_max_pool_is_exact(tools) -> None:
         f"{CONV} c = Conv(d, k)\n r = Clip(c, zero, six)\n y = QuantizeLinear(r, t, e)",
         f"{CONV} c = Conv(d, k)\n r = LeakyRelu(c)\n y = QuantizeLinear(r, t, e)",
         f"{CONV} c = Conv(d, d)\n y = QuantizeLinear(c, t, z)",
-        f"{CONV} c = Conv(d, k)\n v = Abs(s)\n y = QuantizeLinear(c, v, z)",
+        f"{CONV} c = Conv(d, k)\n a = Abs(s)\n y = QuantizeLinear(c, a, z)",
         f"{CONV} c = Conv(d, k)\n q = QuantizeLinear(c, t, z)\n e2 = QuantizeLinear(c, s, z)\n y = Max(q, e2)",
         "d = DequantizeLinear(x, s, z)\n c = MaxPool<kernel_shape = [3, 3]>(d)\n y = QuantizeLinear(c, t, z)",
         "d = DequantizeLinear(x, s, z)\n c = AveragePool<kernel_shape = [2, 2], dilations = [2, 2]>(d)\n"
