@@ -30,6 +30,22 @@ class Window:
         axes = zip(self.kernel, self.dilations, self.begin, self.end, strict=True)
         return tuple(begin + end - dilation * (size - 1) for size, dilation, begin, end in axes)
 
+    def taps_in(self, host: "Window") -> list[list[int]] | None:
+        """For each axis, which of `host`'s taps read what these read.
+
+        None if some of these fall beside the host's or if the outputs differ in size.
+        """
+        if self.strides != host.strides or self.growth != host.growth:
+            return None
+        found = []
+        for axis, size in enumerate(self.kernel):
+            start = host.begin[axis] - self.begin[axis]
+            places = [divmod(start + self.dilations[axis] * tap, host.dilations[axis]) for tap in range(size)]
+            if any(beside or not 0 <= tap < host.kernel[axis] for tap, beside in places):
+                return None
+            found.append([tap for tap, _ in places])
+        return found
+
 
 def window_of(node: gs.Node, kernel: Sequence[int]) -> Window | None:
     """The window of a Conv or pooling node; None where the padding depends on the input's size or is negative."""

@@ -1,5 +1,7 @@
 """What folds, and that it computes the same."""
 
+import io
+
 import ml_dtypes
 import numpy as np
 import onnx
@@ -273,8 +275,6 @@ def test_any_geometry(tools, data):
 def test_what_torch_exports(tools):
     """A Linear and a ConvTranspose with norms, from torch's exporter without its own folding."""
     torch = pytest.importorskip("torch")
-    import io
-
     module = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3, bias=False),
         torch.nn.BatchNorm2d(4),
