@@ -202,6 +202,8 @@ def norm_over(root: gs.Node, x: gs.Tensor, axes: list[int], epsilon: float) -> N
     if len(known) < len(sizes):
         raise Refusal(f"the size of '{x.name}' {x.shape} along axes {axes} is unknown; export with a fixed one")
     computed, given = type_of(root.outputs[0]), uncast(x, lossless=True)
+    if computed not in _BYTES:
+        raise Refusal(f"the type of '{root.outputs[0].name}' is {root.outputs[0].dtype}, expected a known float type")
     x = given if type_of(given) == computed else x
     wide = x if type_of(x) == computed and computed in COMPUTED else None
     narrow = given if type_of(given) in _NARROW and type_of(given) != computed else None
