@@ -23,6 +23,7 @@ from passes.pattern import (
     constant_operand,
     consumers,
     input_of,
+    is_op,
     is_output,
     new_constant,
     only_consumer,
@@ -243,16 +244,16 @@ def follow(scope: gs.Graph, norm: Norm, biased: bool) -> None:
         other = other_input(step, output)
         if not is_in(scope, step):
             return
-        if step.op == "Cast" and type_of(step.outputs[0]) == type_of(output):
+        if is_op(step, "Cast") and type_of(step.outputs[0]) == type_of(output):
             pass
-        elif step.op == "Cast" and norm.narrow is not None and not norm.narrowed:
+        elif is_op(step, "Cast") and norm.narrow is not None and not norm.narrowed:
             back, weights = step.outputs[0], (norm.scale, norm.bias)
             if type_of(back) != type_of(norm.narrow) or not all(_fits(weight, back) for weight in weights):
                 return
             norm.narrowed = True
-        elif step.op == "Mul" and norm.scale is None and norm.bias is None and _is_weight(norm, other):
+        elif is_op(step, "Mul") and norm.scale is None and norm.bias is None and _is_weight(norm, other):
             norm.scale = other
-        elif step.op == "Add" and biased and norm.bias is None and _is_weight(norm, other):
+        elif is_op(step, "Add") and biased and norm.bias is None and _is_weight(norm, other):
             norm.bias = other
         else:
             return
