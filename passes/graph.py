@@ -30,6 +30,13 @@ from plugins.errors import KilnError, first_line
 
 INLINE_LIMIT = 1024
 """Bytes up to which a constant is kept in the graph itself: shape arithmetic needs those values at hand."""
+_SUB_BYTE = {
+    onnx.TensorProto.INT4,
+    onnx.TensorProto.UINT4,
+    onnx.TensorProto.FLOAT4E2M1,
+    onnx.TensorProto.INT2,
+    onnx.TensorProto.UINT2,
+}
 _ALIGNMENT = 4096
 """Offsets in a data file are multiples of a page, so that runtimes can map the weights."""
 
@@ -50,7 +57,13 @@ class FileValues(LazyValues):
         return entries["location"], offset, int(entries.get("length", size - offset))
 
     def load(self) -> NDArray:
-        return np.asarray(onnx.numpy_helper.to_array(self.tensor, str(self.folder)))
+        # Not through onnx's own reader, which refuses a file that has another name as well (a hard link).
+        kind = self.tensor.data_type
+        if kind in _SUB_BYTE:
+            packed = onnx.TensorProto(data_type=kind, dims=self.tensor.dims, raw_data=bytes(self.mapped()))
+            return np.asarray(onnx.numpy_helper.to_array(packed))
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind)
+        return np.frombuffer(self.mapped(), dtype).reshape(tuple(self.tensor.dims))
 
     def mapped(self) -> memoryview:
         """The raw bytes, mapped."""
@@ -143,6 +156,10 @@ def infer_shapes(graph: gs.Graph) -> None:
     """Give tensors the dtypes and shapes that ONNX's inference finds; what is known already stays."""
     with _weights_apart(graph):
         proto = proto_from_graph(graph)
+    small = {t.name: t for t in proto.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL}
+    for subgraph in subgraphs_of(proto.graph):  # inference knows a constant's values only in the graph that holds it
+        used = {name for node in subgraph.node for name in node.input}
+        subgraph.initializer.extend(tensor for name, tensor in small.items() if name in used)
     try:
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except Exception:  # an operator of another domain may confuse it; passes then find fewer shapes

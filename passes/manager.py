@@ -205,7 +205,7 @@ class _Workspace:
         for file in ours:
             place = target.parent / file.relative_to(self.folder)
             place.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(file, place)
+            _move(file, place)
         os.replace(structure, target)
 
     def _write(self) -> Path:
@@ -238,6 +238,17 @@ def count_nodes(graph: gs.Graph) -> dict[str, int]:
         f"{node.domain}::{node.op}" if node.domain else node.op for scope in scopes(graph) for node in scope.nodes
     )
     return dict(sorted(found.items()))
+
+
+def _move(file: Path, place: Path) -> None:
+    """Move, or copy a file that has another name as well: onnx refuses weights with several hard links."""
+    if place.exists() and place.samefile(file):
+        return
+    if file.stat().st_nlink > 1:
+        own = file.with_name(f"{file.name}.own")
+        shutil.copyfile(file, own)
+        file = own
+    os.replace(file, place)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,7 +175,7 @@ def feeds_from_file(path: Path) -> list[Feeds]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return [dict(arrays.items())]
-    except (OSError, ValueError, AttributeError) as error:  # a single .npy has no items
+    except (OSError, EOFError, ValueError, TypeError, BadZipFile) as error:  # TypeError: a single .npy
         raise KilnError(f"inputs {path} are no .npz of arrays ({error}); write one with numpy.savez") from error
 
 
