@@ -226,3 +226,15 @@ def test_a_file_of_more_than_two_gigabytes_is_never_read(tmp_path):
     tidy(loaded)
     assert loaded.nodes[1].outputs[0].shape == ["n", 1024]
     assert len(proto_from_graph(loaded).SerializeToString()) < 2000
+
+
+def test_shapes_inside_subgraphs_come_from_constants_too(tools):
+    model = parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> m (float[N,6] x) => (float[N,2,3] y) '
+        "{ shape = Constant<value_ints=[-1, 2, 3]>() z = Reshape(x, shape) y = Relu(z) }"
+    )
+    graph = graph_from_proto(tools.in_branch(model))
+    infer_shapes(graph)
+    for branch in graph.subgraphs():
+        (reshape,) = (node for node in branch.nodes if node.op == "Reshape")
+        assert reshape.outputs[0].shape[1:] == [2, 3]
