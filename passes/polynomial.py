@@ -35,10 +35,13 @@ def polynomial_of(tensor: gs.Tensor, variables: Sequence[gs.Tensor], depth: int 
     node = producer(tensor, *ARITHMETIC)
     if node is None or depth == 0:
         return None
-    operands = [polynomial_of(operand, variables, depth - 1) for operand in node.inputs]
-    if any(operand is None for operand in operands):
-        return None
-    combined = _combine(node.op, [operand for operand in operands if operand is not None])
+    operands = []
+    for operand in node.inputs:
+        polynomial = polynomial_of(operand, variables, depth - 1)
+        if polynomial is None:
+            return None
+        operands.append(polynomial)
+    combined = _combine(node.op, operands)
     return None if combined is None else _tidied(combined)
 
 

@@ -248,7 +248,7 @@ BIASED = {
 @pytest.mark.parametrize(("gelu", "op"), BIASED.values(), ids=BIASED.keys())
 def test_fuses_the_bias(tools, gelu, op, add):
     before = biased(gelu, add=add)
-    after = tools.apply(before, FuseGelu())
+    after = tools.apply(before, FuseGelu(bias="all"))
     assert after.ops == [op]
     assert len(after.model.graph.node[0].input) == 2
     x = np.random.default_rng(7).normal(size=(3, 4, 8)).astype(np.float32)
@@ -257,7 +257,7 @@ def test_fuses_the_bias(tools, gelu, op, add):
 
 def test_fuses_the_bias_in_subgraphs(tools):
     before = tools.in_branch(biased(SPELLED))
-    after = tools.apply(before, FuseGelu())
+    after = tools.apply(before, FuseGelu(bias="all"))
     assert sorted(after.ops) == ["If", BIAS, BIAS]
     x = np.random.default_rng(8).normal(size=(3, 4, 8)).astype(np.float32)
     tools.same_outputs(before, after.model, {"x": x, "flag": np.array(True)}, 1e-5)
@@ -277,13 +277,22 @@ def test_fuses_the_bias_in_subgraphs(tools):
     ids=["one number", "two dimensions", "rows", "no constant", "difference", "sum is an output", "sum read twice"],
 )
 def test_leaves_the_bias_alone(tools, before):
-    after = tools.apply(before, FuseGelu())
+    after = tools.apply(before, FuseGelu(bias="all"))
     assert GELU in after.ops
     assert BIAS not in after.ops
     x = np.random.default_rng(9).normal(size=(3, 4, 8)).astype(np.float32)
     tools.same_outputs(before, after.model, {"x": x}, 1e-5)
 
 
-@pytest.mark.parametrize("graph_pass", [FuseGelu(bias=False), FuseGelu("standard")])
-def test_the_bias_is_an_option(tools, graph_pass):
-    assert "Add" in tools.apply(biased(SPELLED), graph_pass).ops
+@pytest.mark.parametrize(
+    ("graph_pass", "gelu", "keeps"),
+    [
+        (FuseGelu(), SPELLED, True),
+        (FuseGelu(), BIASED["tanh"][0], False),
+        (FuseGelu(bias="none"), BIASED["tanh"][0], True),
+        (FuseGelu("standard", bias="all"), SPELLED, True),
+    ],
+    ids=["default, erf", "default, tanh", "none", "standard"],
+)
+def test_the_bias_is_an_option(tools, graph_pass, gelu, keeps):
+    assert ("Add" in tools.apply(biased(gelu), graph_pass).ops) == keeps
