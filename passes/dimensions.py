@@ -8,11 +8,8 @@ from collections.abc import Sequence
 
 import onnx_graphsurgeon as gs
 
-from passes.graph import scopes
+from passes.graph import GENERATED, scopes
 from passes.pattern import axes_of, rank_of
-
-_GENERATED = "unk__"
-"""What ONNX's shape inference calls dimensions that it cannot name."""
 
 
 def unproven(first: Sequence, second: Sequence) -> int:
@@ -45,7 +42,7 @@ def unify_symbols(graph: gs.Graph) -> None:
                     tensor.shape = [same.get(size, size) for size in tensor.shape]
             if node.op == "Reshape" and node.domain == "":
                 before, after = (_one_symbol(tensor) for tensor in (node.inputs[0], node.outputs[0]))
-                if before and after and before[1] == after[1] and after[0].startswith(_GENERATED) and before != after:
+                if before and after and before[1] == after[1] and after[0].startswith(GENERATED) and before != after:
                     same[after[0]] = before[0]
                     node.outputs[0].shape = [same.get(size, size) for size in node.outputs[0].shape]
 

@@ -37,6 +37,8 @@ _SUB_BYTE = {
     onnx.TensorProto.INT2,
     onnx.TensorProto.UINT2,
 }
+GENERATED = "inferred__"
+"""How names of sizes begin that shape inference made up; each stands for one size in the whole graph."""
 _ALIGNMENT = 4096
 """Offsets in a data file are multiples of a page, so that runtimes can map the weights."""
 
@@ -170,6 +172,7 @@ def infer_shapes(graph: gs.Graph) -> None:
         for value in (*scope.value_info, *scope.output)
         if value.type.HasField("tensor_type")
     }
+    _rename_generated(graph, list(values.values()))
     for scope in scopes(graph):
         for node in scope.nodes:
             for tensor in node.outputs:
@@ -378,6 +381,19 @@ def _constant_values(node: gs.Node) -> "NDArray | LazyValues | None":
         if name in ("value_int", "value_ints") and not isinstance(value, gs.Node.AttributeRef):
             return np.array(value, np.int64)
     return None
+
+
+def _rename_generated(graph: gs.Graph, values: list[onnx.ValueInfoProto]) -> None:
+    """Give sizes that this inference named itself names of their own: it does not know those in subgraphs, say."""
+    tensors = [tensor for scope in scopes(graph) for node in scope.nodes for tensor in node.outputs]
+    taken = [size[len(GENERATED) :] for t in tensors for size in t.shape or () if str(size).startswith(GENERATED)]
+    number = 1 + max((int(digits) for digits in taken if digits.isdigit()), default=-1)
+    names: dict[str, str] = {}
+    for value in values:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param.startswith("unk__"):
+                names.setdefault(dim.dim_param, f"{GENERATED}{number + len(names)}")
+                dim.dim_param = names[dim.dim_param]
 
 
 def _annotate(tensor: gs.Variable, value: onnx.ValueInfoProto) -> None:

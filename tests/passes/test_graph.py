@@ -238,3 +238,21 @@ def test_shapes_inside_subgraphs_come_from_constants_too(tools):
     for branch in graph.subgraphs():
         (reshape,) = (node for node in branch.nodes if node.op == "Reshape")
         assert reshape.outputs[0].shape[1:] == [2, 3]
+
+
+def test_names_that_inference_makes_up_stand_for_one_size_each(tools):
+    """A second inference must not give the name of a size inside a subgraph to another one outside."""
+    model = parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> m (float[N,6] x) => (float[M,3] y) '
+        "{ shape = Constant<value_ints=[-1, 3]>() z = Reshape(x, shape) y = Relu(z) }"
+    )
+    graph = graph_from_proto(tools.in_branch(model))
+    infer_shapes(graph)
+    inner = [node.outputs[0] for branch in graph.subgraphs() for node in branch.nodes if node.op == "Reshape"]
+    outer = gs.Variable("outer", np.float32)
+    graph.nodes.append(
+        gs.Node("Reshape", inputs=[graph.inputs[1], gs.Constant("s", np.array([-1, 2]))], outputs=[outer])
+    )
+    graph.outputs.append(outer)
+    infer_shapes(graph)
+    assert len({tensor.shape[0] for tensor in (*inner, outer)}) == 3
