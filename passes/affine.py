@@ -72,7 +72,8 @@ def chain_after(scope: gs.Graph, tensor: gs.Tensor, channels: Channels, opset: i
     """The affine operators that follow `tensor`, each the only reader of the one before, and what they compute."""
     chain, total = [], Affine.identity(channels.count)
     while (node := only_consumer(scope, tensor)) is not None and in_scope(scope, node):
-        if operand_of(node) is not tensor or (affine := affine_of(node, channels, opset)) is None:
+        affine = affine_of(node, channels, opset)
+        if affine is None:
             break
         chain.append(node)
         total = total.then(affine)

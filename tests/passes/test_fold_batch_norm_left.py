@@ -50,15 +50,38 @@ def test_an_operator_between(tools, between):
     assert not left(tools, tools.model(nodes, weights, IMAGE))
 
 
-def test_a_reader_in_a_branch_only(tools):
-    """The layer is outside, its one reader inside an If."""
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_reader_in_a_branch_only(tools, norm_first):
+    """One of the two is outside, its one reader in one branch of an If."""
     weights = tools.Weights()
-    inner = tools.in_branch(tools.model([norm(weights, "z", "y")], weights, IMAGE))
-    model = tools.model([conv(weights), *inner.graph.node], weights, IMAGE)
+    weights.normal("w", 3, 3, 1, 1)
+    layers = [norm(weights, "x", "z", 3), node("Conv", ["x", "w"], ["z"])]
+    outside, inside = layers if norm_first else layers[::-1]
+    inside.input[0], inside.output[0] = "z", "y"
+    inner = tools.in_branch(tools.model([inside], weights, IMAGE))
+    branches = {attribute.name: attribute.g for attribute in inner.graph.node[0].attribute}
+    branches["else_branch"].node[0].input[0] = "x"
+    model = tools.model([outside, *inner.graph.node], weights, IMAGE)
     model.graph.input.append(helper.make_tensor_value_info("flag", TensorProto.BOOL, []))
     applied = tools.apply(model, FoldBatchNorm())
     assert not applied.outcome.changed
     tools.same_outputs(model, applied.model, tools.feeds(model))
+
+
+def test_another_reader_in_front(tools):
+    weights = tools.Weights()
+    nodes = [norm(weights, "x", "n", 3), node("Relu", ["n"], ["r"])]
+    nodes.append(node("Conv", ["n", weights.normal("w", 4, 3, 3, 3)], ["y"]))
+    assert not left(tools, tools.model(nodes, weights, IMAGE, outputs=("y", "r")))
+
+
+def test_a_constant_that_raises_the_rank_in_front(tools):
+    weights = tools.Weights()
+    nodes = [
+        node("Mul", ["x", weights.normal("c", 1, 1, 1, 1)], ["m"]),
+        node("Conv", ["m", weights.normal("w", 4, 3, 3, 3)], ["y"]),
+    ]
+    left(tools, tools.model(nodes, weights, IMAGE[1:], rank=4))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +124,8 @@ def test_a_constant_over_the_activations(tools, op):
 
 def test_division_by_zero(tools):
     weights = tools.Weights()
-    left(tools, tools.model([conv(weights), node("Div", ["z", weights.set("c", 0.0)], ["y"])], weights, IMAGE))
+    nodes = [conv(weights), node("Div", ["z", weights.set("c", 0.0)], ["y"])]
+    assert not left(tools, tools.model(nodes, weights, IMAGE))
 
 
 def test_a_residual(tools):
@@ -115,6 +139,15 @@ def test_matmul_of_rank_three(tools):
     weights = tools.Weights()
     nodes = [node("MatMul", ["x", weights.normal("w", 5, 4)], ["z"]), norm(weights, "z", "y")]
     left(tools, tools.model(nodes, weights, (2, 4, 5)))
+
+
+def test_matmul_with_a_stack_of_weights(tools):
+    weights = tools.Weights()
+    nodes = [
+        node("MatMul", ["x", weights.normal("w", 2, 5, 4)], ["z"]),
+        node("Mul", ["z", weights.normal("s", 1)], ["y"]),
+    ]
+    left(tools, tools.model(nodes, weights, (2, 3, 5)))
 
 
 def test_matmul_with_its_bias_only(tools):

@@ -50,6 +50,12 @@ def test_other_strides(tools):
     assert "strides=(2, 2)" in note
 
 
+def test_a_stride_that_leaves_one_pixel(tools):
+    """Both windows give 6 at stride 1; at stride 6 the one pixel is broadcast over the other's output."""
+    weights = tools.Weights()
+    assert left(tools, pair(weights, {"strides": [6, 6], **SAME}, {}), weights)
+
+
 def test_other_group(tools):
     weights = tools.Weights()
     (note,) = left(tools, pair(weights, SAME, {"group": 2}), weights)
@@ -126,10 +132,38 @@ def test_a_partial_sum_with_another_reader(tools):
     tools.same_outputs(model, applied.model, tools.feeds(model), 3e-6)
 
 
-def test_the_same_branch_twice(tools):
+@pytest.mark.parametrize("terms", ["aa", "aab", "abb"])
+def test_the_same_branch_twice(tools, terms):
     weights = tools.Weights()
-    nodes = [conv(weights, "a", 3, 3, **SAME), node("Sum", ["a", "a"], ["y"])]
-    left(tools, nodes, weights)
+    both = [conv(weights, "a", 3, 3, **SAME), conv(weights, "b", 1, 1)]
+    nodes = [made for made in both if made.name in terms]
+    left(tools, [*nodes, node("Sum", list(terms), ["y"])], weights)
+
+
+def test_the_same_partial_sum_twice(tools):
+    """It merges by itself."""
+    weights = tools.Weights()
+    nodes = [
+        conv(weights, "a", 1, 1),
+        node("Add", ["a", "x"], ["s"]),
+        conv(weights, "b", 3, 3, **SAME),
+        node("Sum", ["s", "b", "s"], ["y"]),
+    ]
+    model = tools.model(nodes, weights, IMAGE)
+    applied = tools.apply(model, Reparameterize())
+    assert sorted(applied.ops) == ["Conv", "Conv", "Sum"]
+    tools.same_outputs(model, applied.model, tools.feeds(model), 3e-6)
+
+
+def test_another_reader_of_a_pool(tools):
+    weights = tools.Weights()
+    nodes = [
+        conv(weights, "a", 2, 2),
+        node("AveragePool", ["x"], ["p"], kernel_shape=[2, 2]),
+        node("Add", ["a", "p"], ["y"]),
+        node("Relu", ["p"], ["r"]),
+    ]
+    assert not left(tools, nodes, weights, outputs=("y", "r"))
 
 
 def test_other_inputs(tools):
@@ -211,7 +245,7 @@ def test_computed_weights(tools, what):
     else:
         nodes[1].input.append("given")
     shape = (4, 4, 1, 1) if what == "weight" else (4,)
-    left(tools, nodes, weights, inputs={"given": shape})
+    assert not left(tools, nodes, weights, inputs={"given": shape})
 
 
 def test_padding_that_depends_on_the_size(tools):
