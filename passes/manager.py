@@ -41,6 +41,8 @@ LIMITS: Mapping[Effect, float | None] = {
 """Largest max|after - before| / max|before| of any output that a pass may cause, by its effect; None: reported only."""
 
 
+_ROUNDING = {"float16": 1e-2, "bfloat16": 5e-2}
+"""What a few roundings of a type, in another order, may add up to: about ten of its last bits (a convention)."""
 _PHRASES = {Effect.EXACT: "is exact", Effect.REORDERS: "reorders sums", Effect.PRECISION: "changes precision"}
 _ONE_FILE = 2**30
 """Weights of a model that came in one file stay in it up to so many bytes."""
@@ -143,11 +145,11 @@ class _Workspace:
         self.source_folder = model.path.parent
         self.steps = 0
         self.graph = graph_from_path(model.path)
-        self.nodes = count_nodes(self.graph)
         try:
             check_graph(self.graph)
         except KilnError as error:
             raise KilnError(f"{model.path}: {error}") from error
+        self.nodes = count_nodes(self.graph)
         for file in self.files:
             link_or_copy(file, folder / file.relative_to(self.source_folder))
         self.current = self._write()
@@ -164,11 +166,12 @@ class _Workspace:
         except Exception as error:  # a bug in one pass must not cost the build: without it the model still runs
             problem = f"{type(error).__name__}: {first_line(error)}"
         seconds = perf_counter() - start
-        errors = timing = None
+        errors = limit = timing = None
         if outcome.changed and problem is None:
             candidate = self._write()
             if gate is not None:
-                errors, problem = _judge(graph_pass, self.current, candidate, gate)
+                limit = limit_for(graph_pass.effect, self.graph)
+                errors, problem = _judge(graph_pass, limit, self.current, candidate, gate)
             if clock is not None and problem is None:
                 timing = clock(self.current, candidate)
         if problem is not None:
@@ -184,7 +187,7 @@ class _Workspace:
             nodes_after=self.nodes,
             notes=tuple(outcome.notes),
             errors=errors,
-            limit=LIMITS[graph_pass.effect] if errors else None,
+            limit=limit,
             timing=timing,
             rolled_back=problem,
         )
@@ -217,13 +220,23 @@ class _Workspace:
         return path
 
 
-def _judge(graph_pass: Pass, before: Path, after: Path, gate: Gate) -> tuple[Errors | None, str | None]:
+def limit_for(effect: Effect, graph: gs.Graph) -> float | None:
+    """The limit of a pass on a graph: LIMITS, but never below what rounding to the graph's own types costs."""
+    limit = LIMITS[effect]
+    if limit is None:
+        return None
+    types = {str(t.dtype) for scope in scopes(graph) for node in scope.nodes for t in node.outputs if t.dtype}
+    return max([limit, *(floor for name, floor in _ROUNDING.items() if name in types)])
+
+
+def _judge(
+    graph_pass: Pass, limit: float | None, before: Path, after: Path, gate: Gate
+) -> tuple[Errors | None, str | None]:
     """The errors, and why the pass must be undone, None where it may stay."""
     try:
         errors = gate(before, after)
     except Exception as error:  # backends' errors have no common base
         return None, f"the rewritten model does not run: {first_line(error)}"
-    limit = LIMITS[graph_pass.effect]
     if limit is None or errors.relative <= limit:
         return errors, None
     return errors, (

@@ -10,7 +10,22 @@ from typing import Any, Literal
 
 from passes.base import Pass
 from passes.bind_attention import BindAttention
+from passes.fold_batch_norm import FoldBatchNorm
+from passes.fold_constants import FoldConstants
+from passes.fuse_gelu import FuseGelu
+from passes.fuse_layer_norm import FuseLayerNorm
+from passes.fuse_rms_norm import FuseRmsNorm
+from passes.fuse_rope import FuseRope
+from passes.fuse_skip_norm import FuseSkipNorm
+from passes.fuse_swiglu import FuseSwiglu
+from passes.hoist_tables import HoistTables
+from passes.merge_duplicates import MergeDuplicates
 from passes.onnx_model import DecoderSpec
+from passes.pack_matmuls import PackMatMuls
+from passes.remove_no_ops import RemoveNoOps
+from passes.remove_unused import RemoveUnused
+from passes.reparameterize import Reparameterize
+from passes.sink_transposes import SinkTransposes
 from plugins.errors import KilnError
 
 Backend = Literal["cpu", "cuda", "tensorrt"]
@@ -51,7 +66,44 @@ class Entry:
         return str(self.make.name)  # type: ignore[attr-defined]
 
 
-TABLE: tuple[Entry, ...] = (Entry(BindAttention, default=lambda target: target.backend == "cpu"),)
+def _never(target: PassTarget) -> bool:
+    return False
+
+
+def _norm_target(target: PassTarget) -> dict[str, Any]:
+    return {"target": "standard" if target.backend == "tensorrt" else "contrib"}
+
+
+def _rope_target(target: PassTarget) -> dict[str, Any]:
+    if target.decoder is not None:
+        return {"target": "paged_attention"}
+    return {"target": "standard" if target.backend == "tensorrt" else "rotary_embedding"}
+
+
+TABLE: tuple[Entry, ...] = (
+    Entry(BindAttention, default=lambda target: target.backend == "cpu"),
+    Entry(FoldConstants),
+    Entry(RemoveNoOps),
+    Entry(FoldBatchNorm),
+    Entry(Reparameterize),
+    Entry(
+        HoistTables,
+        options=lambda target: {"max_positions": target.decoder.max_context if target.decoder else None},
+    ),
+    Entry(MergeDuplicates),
+    Entry(FuseLayerNorm, options=_norm_target),
+    Entry(FuseRmsNorm, options=_norm_target),
+    Entry(FuseRope, options=_rope_target),
+    Entry(FuseGelu, options=_norm_target),
+    Entry(FuseSwiglu, default=lambda target: target.backend != "tensorrt"),
+    Entry(
+        PackMatMuls,
+        options=lambda target: {"packed_attention": target.decoder is not None, "split": target.backend != "cpu"},
+    ),
+    Entry(FuseSkipNorm, default=lambda target: target.backend == "cuda"),
+    Entry(SinkTransposes),
+    Entry(RemoveUnused),
+)
 
 
 def pass_names() -> tuple[str, ...]:
