@@ -103,12 +103,12 @@ def _rewrite(scope: gs.Graph, node: gs.Node) -> bool:
         return False
     source = _COPIES[node.op](node, scope.opset) if node.op in _COPIES else None
     unused = not any(tensor.outputs or is_output(scope, tensor) for tensor in node.outputs[1:])
-    if source is not None and unused and _give_way(scope, node, source):
+    if source is not None and unused and give_way(scope, node, source):
         return True
     return node.op in _SHORTCUTS and _SHORTCUTS[node.op](node)
 
 
-def _give_way(scope: gs.Graph, node: gs.Node, source: gs.Tensor) -> bool:
+def give_way(scope: gs.Graph, node: gs.Node, source: gs.Tensor) -> bool:
     """Let `source` stand for the node's output. False where only what is there now could do so."""
     output = node.outputs[0]
     if any(tensor is output for inner in scope.subgraphs(recursive=True) for tensor in inner.outputs):

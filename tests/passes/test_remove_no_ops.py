@@ -227,7 +227,7 @@ DYNAMIC = {
 
 @pytest.mark.parametrize("middle", DYNAMIC.values(), ids=DYNAMIC)
 def test_leaves_alone_what_sizes_decide(middle: str, tools: Any) -> None:
-    before = model(f"{middle} y = Abs(m)", "float[N,M] x, int64[2] z", "float y")
+    before = model(f"{middle} y = Abs(m)", "float[N,M] x, int64[2] z", "float[] y")
     assert not tools.apply(before, RemoveNoOps()).outcome.changed
 
 
@@ -273,7 +273,7 @@ def test_reshape_of_reshape(
 ) -> None:
     body = f"s = Constant<value_ints = {first}>() t = Constant<value_ints = {second}>() "
     body += "m = Reshape(x, s) y = Reshape(m, t)"
-    before = model(body, given, "float y")
+    before = model(body, given, "float[] y")
     applied = tools.apply(before, RemoveNoOps())
     assert applied.ops == ["Reshape"] * (2 if composed is None else 1)
     if composed is not None:

@@ -90,7 +90,7 @@ LSTM = (
     ],
 )
 def test_states_of_an_lstm(tail: str, outputs: list[str], tools: Any) -> None:
-    before = model(f"k = Constant<value_ints = [0]>() {LSTM} {tail}", made="float y")
+    before = model(f"k = Constant<value_ints = [0]>() {LSTM} {tail}", made="float[] y")
     applied = tools.apply(before, RemoveUnused())
     node = next(node for node in applied.model.graph.node if node.op_type == "LSTM")
     assert list(node.output) == outputs
