@@ -8,12 +8,13 @@
    Gather, Slice, Concat, Squeeze, Unsqueeze, Reshape, Cast, Mul, Equal and Where make of them. Elements are known one
    by one: with x [batch, 3, 224], Gather(Shape(x), 1) is 3.
 4. `If(constant)` -> the nodes of the branch taken, in the scope of the If.
+5. `CastLike(x, y)` with y of known type -> `Cast(x, to)`, which then may be folded.
 
 Left alone: random operators, control flow other than 4, other domains' operators, strings, quantising and
 dequantising. Nodes in the body of a Loop, Scan or SequenceMap are folded if they depend on constants or on shapes
 from outside; shapes in the body itself may differ from one iteration to the next, whatever its annotations say.
 
-Results of folding are read into memory; other weights are not. Rules 2 to 4 keep every bit, and so does 1 for movement,
+Results of folding are read into memory; other weights are not. Rules 2 to 5 keep every bit, and so does 1 for movement,
 integers and IEEE's basic operations. The rest of 1 REORDERS: a dot product or a cosine may end in another last bit
 than a backend's.
 """
@@ -21,6 +22,7 @@ than a backend's.
 from collections.abc import Iterator
 
 import onnx_graphsurgeon as gs
+from onnx_graphsurgeon.exporters.onnx_exporter import dtype_to_onnx
 
 from passes.base import Effect, Outcome, Refusal
 from passes.evaluate import SIZE_OPERATORS, evaluate, sizes_of
@@ -39,7 +41,8 @@ class FoldConstants:
         """Bytes of a result that may be larger than what it replaces."""
 
     def call(self, graph: gs.Graph) -> Outcome:
-        outcome, notes = Outcome(), dict[str, None]()
+        notes: dict[str, None] = {}
+        outcome = Outcome(sum(_name_type(node) for scope in scopes(graph) for node in scope.nodes))
         while rewrites := self._sweep(graph, notes):
             outcome.rewrites += rewrites
             infer_shapes(graph)  # a Reshape to a shape that is known now has a shape that is known now
@@ -73,6 +76,15 @@ class FoldConstants:
         limit = max(self.size_limit, _bytes_freed(node))
         values = evaluate(node, operands, scope.opset, limit)
         return values and [new_constant(t, "folded", v) for t, v in zip(_outputs(node), values, strict=True)]
+
+
+def _name_type(node: gs.Node) -> bool:
+    """Turn CastLike into Cast."""
+    if not is_op(node, "CastLike") or node.inputs[1].dtype is None:
+        return False
+    node.op, node.attrs = "Cast", {"to": dtype_to_onnx(node.inputs[1].dtype), **node.attrs}
+    node.inputs.pop()
+    return True
 
 
 def _known_sizes(node: gs.Node, unsteady: frozenset[int]) -> list[gs.Constant] | None:

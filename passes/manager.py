@@ -43,6 +43,8 @@ LIMITS: Mapping[Effect, float | None] = {
 
 _ROUNDING = {"float16": 1e-2, "bfloat16": 5e-2}
 """What a few roundings of a type, in another order, may add up to: about ten of its last bits (a convention)."""
+_NEAR_ZERO = 1e-2
+"""An output whose values are all small may err by this share of its limit in absolute terms: probabilities of noise."""
 _PHRASES = {Effect.EXACT: "is exact", Effect.REORDERS: "reorders sums", Effect.PRECISION: "changes precision"}
 _ONE_FILE = 2**30
 """Weights of a model that came in one file stay in it up to so many bytes."""
@@ -147,9 +149,13 @@ class _Workspace:
         self.graph = graph_from_path(model.path)
         try:
             check_graph(self.graph)
+            self.nodes = count_nodes(self.graph)
         except KilnError as error:
             raise KilnError(f"{model.path}: {error}") from error
-        self.nodes = count_nodes(self.graph)
+        except Exception as error:  # damage that only shows when the graph is written
+            raise KilnError(
+                f"{model.path} is damaged ({type(error).__name__}: {first_line(error)}); export it again"
+            ) from error
         for file in self.files:
             link_or_copy(file, folder / file.relative_to(self.source_folder))
         self.current = self._write()
@@ -237,7 +243,7 @@ def _judge(
         errors = gate(before, after)
     except Exception as error:  # backends' errors have no common base
         return None, f"the rewritten model does not run: {first_line(error)}"
-    if limit is None or errors.relative <= limit:
+    if limit is None or errors.relative <= limit or errors.absolute <= _NEAR_ZERO * limit:
         return errors, None
     return errors, (
         f"relative error {errors.relative:.2g} at output '{errors.output}' is above {limit:.0e}, the limit for a pass "

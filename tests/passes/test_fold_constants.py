@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnx import numpy_helper, parser
 from onnx_graphsurgeon.ir.tensor import LazyValues
 
 from passes.fold_constants import FoldConstants
@@ -246,3 +246,23 @@ def test_inference_leaves_folded_weights_as_they_are():
     tensor = graph.nodes[-1].inputs[1]
     assert not isinstance(tensor._values, LazyValues)
     np.testing.assert_array_equal(tensor.values, LARGE.T)
+
+
+CAST_LIKE = """<ir_version: 10, opset_import: ["" : 21]>
+main (float16[2] x, float[2] z) => (float16[2] y, float16[2] w) {
+    one = Constant <value_float = 1.0> ()
+    half = CastLike(one, x)
+    y = Add(x, half)
+    w = CastLike(z, x)
+}"""
+
+
+@pytest.mark.parametrize("branched", [False, True])
+def test_a_cast_like_a_known_type_is_a_cast(tools, branched):
+    model = parser.parse_model(CAST_LIKE)
+    model = tools.in_branch(model) if branched else model
+    applied = tools.apply(model, FoldConstants())
+    assert "CastLike" not in applied.ops
+    assert applied.ops.count("Cast") == (2 if branched else 1)
+    feeds = {"x": np.array([1, 2], np.float16), "z": np.array([0.1, 7], np.float32)}
+    tools.same_outputs(model, applied.model, {**feeds, "flag": np.array(True)} if branched else feeds)
