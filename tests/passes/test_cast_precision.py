@@ -10,6 +10,8 @@ from onnx import TensorProto, helper, parser
 from onnx.reference import ReferenceEvaluator
 
 from passes.cast_precision import CastPrecision
+from passes.manager import run_passes
+from passes.onnx_model import onnx_model_from_path
 
 FLOAT, HALF, BF16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
 HEAD = '<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1, "kiln" : 1]>'
@@ -211,6 +213,26 @@ def test_values_carried_by_a_loop_keep_their_type(tools):
     assert applied.outcome.rewrites == 4
     assert [t.name for t in applied.model.graph.initializer if t.data_type == HALF] == ["w/float16"]
     tools.same_outputs(before, applied.model, {"x": normal(2, 8, seed=1)}, 1e-2)
+
+
+# Weights on disk
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_in_files_and_a_second_call_on_the_written_model(tmp_path, dtype):
+    weight = normal(64, 64, seed=1)
+    before = model_of("g (float[N, 64] x) => (float[N, 64] y) { h = MatMul (x, w) y = MatMul (h, w) }", w=weight)
+    source, target = tmp_path / "source.onnx", tmp_path / "target.onnx"
+    onnx.save(before, source, save_as_external_data=True, location="source.data", size_threshold=0)
+    cast = CastPrecision(dtype, keep_io=False)
+    model, reports = run_passes(onnx_model_from_path(source), target, [cast, cast])
+    assert [report.rewrites for report in reports] == [4, 0]
+    assert (model.inputs[0].dtype, model.outputs[0].dtype) == (dtype, dtype)
+    written = onnx.load(target)
+    assert [node.op_type for node in written.graph.node] == ["MatMul", "MatMul"]
+    assert [tensor.name for tensor in written.graph.initializer] == [f"w/{dtype}"]
+    found = onnx.numpy_helper.to_array(written.graph.initializer[0])
+    np.testing.assert_array_equal(found.view(np.uint16), weight.astype(found.dtype).view(np.uint16))
 
 
 # BF16
