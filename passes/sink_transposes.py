@@ -28,7 +28,7 @@ from passes.axis_moves import Move, adds_elements, move_of, move_to, permuted_co
 from passes.base import Effect, Outcome
 from passes.graph import scopes, tidy
 from passes.minimum_cut import UNCUT, minimum_cut
-from passes.pattern import consumers, insert_before, is_op, producer, values_of
+from passes.pattern import STANDARD, consumers, insert_before, is_op, producer, values_of
 from passes.remove_no_ops import give_way
 from passes.views import Permutation, compose_transposes, inverse, is_identity, permutation_of
 
@@ -183,41 +183,46 @@ class _Region:
         forms, undone = {}, []
         for number, tensor in list(self.tensors.items()):
             maker, readers = self._maker(tensor), self._readers(tensor)
-            permuted = maker == PERMUTED or maker in moved
             transposes = [node for node in consumers(tensor) if self._undoes(node, tensor)]
-            if permuted:
+            if maker == PERMUTED or maker in moved:
                 undone += [(node, number) for node in transposes]
             elif readers & moved and transposes:
                 forms[number] = transposes[0].outputs[0]
                 continue
             elif not readers & moved:
                 continue
-            forms[number] = self._form(tensor, maker, bool(readers - moved - {PERMUTED}), names)
+            if maker == PERMUTED:
+                forms[number] = tensor.inputs[0].inputs[0]
+            elif maker in moved:
+                forms[number] = self._form_made(tensor, bool(readers - moved - {PERMUTED}), names)
+            else:
+                forms[number] = self._form_beside(tensor, names)
         for key, (node, permutation) in self.nodes.items():
             if key in moved:
                 self._rewrite(node, self.moves[key], permutation, forms, names)
         for node, number in undone:
             give_way(self.scope, node, forms[number])
 
-    def _form(self, tensor: gs.Tensor, maker: Hashable, read_plainly: bool, names: _Names) -> gs.Tensor:
-        """The permuted form of a tensor, with the Transpose that it takes to have both."""
-        permutation, made_by = self.permutations[id(tensor)], producer(tensor)
-        if maker == PERMUTED and made_by is not None:
-            return made_by.inputs[0]
+    def _form_beside(self, tensor: gs.Tensor, names: _Names) -> gs.Tensor:
+        """The permuted form of a tensor that stays as it is."""
+        permutation = self.permutations[id(tensor)]
         form = gs.Variable(names.new(tensor, "permuted"), tensor.dtype, _permuted_shape(tensor, permutation))
-        node = gs.Node("Transpose", names.new(tensor, "transpose"), domain="")
-        if maker == PLAIN or made_by is None:
-            node.attrs["perm"] = list(inverse(permutation))
-            node.inputs, node.outputs = [tensor], [form]
-            insert_before(self.scope, self.scope.nodes[0], node)
-            return form
-        index = next(i for i, output in enumerate(made_by.outputs) if output is tensor)
-        made_by.outputs[index] = form
-        if read_plainly:
-            node.attrs["perm"] = list(permutation)
-            node.inputs, node.outputs = [form], [tensor]
-            insert_before(self.scope, self.scope.nodes[0], node)
+        self._transpose(tensor, form, inverse(permutation), names)
         return form
+
+    def _form_made(self, tensor: gs.Tensor, read_plainly: bool, names: _Names) -> gs.Tensor:
+        """The permuted form of a tensor, which its node makes from now on."""
+        permutation, made_by = self.permutations[id(tensor)], tensor.inputs[0]
+        form = gs.Variable(names.new(tensor, "permuted"), tensor.dtype, _permuted_shape(tensor, permutation))
+        made_by.outputs[next(i for i, output in enumerate(made_by.outputs) if output is tensor)] = form
+        if read_plainly:
+            self._transpose(form, tensor, permutation, names)
+        return form
+
+    def _transpose(self, source: gs.Tensor, made: gs.Tensor, permutation: Permutation, names: _Names) -> None:
+        name, attrs = names.new(made, "transpose"), {"perm": list(permutation)}
+        node = gs.Node("Transpose", name, attrs, [source], [made], domain=STANDARD)
+        insert_before(self.scope, self.scope.nodes[0], node)  # sorted at the end
 
     def _rewrite(
         self, node: gs.Node, move: Move, permutation: Permutation, forms: dict[int, gs.Tensor], names: _Names

@@ -136,6 +136,12 @@ REGIONS = {  # whole graphs: body, inputs, Transposes left
         f"{X}, float[2,3,5] w",
         0,
     ),
+    "only the end of a chain": (
+        "a = Transpose<perm = [1, 2, 3, 0]>(x) b = Relu(a) c = Relu(b) d = Transpose<perm = [0, 2, 1, 3]>(w) "
+        "e = Add(c, d) y = Transpose<perm = [0, 2, 1, 3]>(e)",
+        f"{X}, float[3,5,4,2] w",
+        2,
+    ),
     "composed": (f"a = {IN}(x) b = Transpose<perm = [1, 0, 2, 3]>(a) y = Relu(b)", X, 1),
     "rotary": (
         "p = Constant<value_ints = [1]>() s = Constant<value_ints = [0]>() h = Constant<value_ints = [2]>() "
