@@ -20,6 +20,7 @@ the border of a subgraph, operands of unknown rank.
 """
 
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_graphsurgeon as gs
@@ -58,6 +59,7 @@ class SinkTransposes:
 
     def _move_one_region(self, graph: gs.Graph, scope: gs.Graph) -> int:
         """Rule 2 on the first region of a scope that saves Transposes."""
+        place = _Place.of(scope, self.through_sums)
         tried: set[tuple[int, Permutation]] = set()
         for node in scope.nodes:
             permutation = permutation_of(node) if is_op(node, "Transpose") else None
@@ -66,7 +68,7 @@ class SinkTransposes:
             for tensor, wanted in ((node.outputs[0], permutation), (node.inputs[0], inverse(permutation))):
                 if (id(tensor), wanted) in tried or isinstance(tensor, gs.Constant):
                     continue
-                region = _Region(scope, tensor, wanted, self.through_sums)
+                region = _Region(place, tensor, wanted)
                 tried |= {(number, region.permutations[number]) for number in region.tensors}
                 moved = region.best()
                 if moved:
@@ -103,14 +105,28 @@ class _Names:
         return name
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a region may grow: among the nodes of one scope, known by their ids."""
+
+    scope: gs.Graph
+    local: frozenset[int]
+    outputs: frozenset[int]
+    """Tensors that are outputs of the scope or of a subgraph in it, which keep their names and their order of axes."""
+    through_sums: bool
+
+    @classmethod
+    def of(cls, scope: gs.Graph, through_sums: bool) -> "_Place":
+        graphs = (scope, *scope.subgraphs(recursive=True))
+        outputs = frozenset(id(tensor) for graph in graphs for tensor in graph.outputs)
+        return cls(scope, frozenset(id(node) for node in scope.nodes), outputs, through_sums)
+
+
 class _Region:
     """Tensors that could be permuted together with `seed`, and the nodes between them that could compute on them so."""
 
-    def __init__(self, scope: gs.Graph, seed: gs.Tensor, permutation: Permutation, through_sums: bool) -> None:
-        self.scope = scope
-        self.through_sums = through_sums
-        self.local = {id(node) for node in scope.nodes}
-        self.outputs = {id(t) for s in (scope, *scope.subgraphs(recursive=True)) for t in s.outputs}
+    def __init__(self, place: _Place, seed: gs.Tensor, permutation: Permutation) -> None:
+        self.place = place
         self.tensors: dict[int, gs.Tensor] = {id(seed): seed}
         self.permutations: dict[int, Permutation] = {id(seed): permutation}
         self.moves: dict[int, Move] = {}
@@ -119,15 +135,15 @@ class _Region:
         while queue:
             tensor = queue.pop()
             for node in (*tensor.inputs, *consumers(tensor)):
-                if id(node) in self.local and id(node) not in self.moves:
+                if id(node) in self.place.local and id(node) not in self.moves:
                     queue += self._join(node, tensor)
 
     def _join(self, node: gs.Node, via: gs.Tensor) -> list[gs.Tensor]:
         """Let a node take part if it can and agrees with the others; the tensors that join with it."""
         permutation = self.permutations[id(via)]
         made_here = any(tensor is via for tensor in node.outputs)
-        move = (move_to if made_here else move_of)(node, permutation, self.scope.opset)
-        if move is None or (adds_elements(node) and not self.through_sums):
+        move = (move_to if made_here else move_of)(node, permutation, self.place.scope.opset)
+        if move is None or (adds_elements(node) and not self.place.through_sums):
             return []
         operands = [node.inputs[index] for index in move.operands]
         made = [] if move.result is None else [(t, move.result) for t in node.outputs if not t.is_empty()]
@@ -143,7 +159,7 @@ class _Region:
 
     def _undoes(self, node: gs.Node, tensor: gs.Tensor) -> bool:
         """Whether a node of the scope is a Transpose that yields a tensor's permuted form."""
-        local = id(node) in self.local and is_op(node, "Transpose") and node.inputs[0] is tensor
+        local = id(node) in self.place.local and is_op(node, "Transpose") and node.inputs[0] is tensor
         return local and permutation_of(node) == inverse(self.permutations[id(tensor)])
 
     def _maker(self, tensor: gs.Tensor) -> Hashable:
@@ -154,11 +170,12 @@ class _Region:
         if is_op(node, "Transpose") and permutation_of(node) == self.permutations[id(tensor)]:
             both = id(node.inputs[0]) in self.tensors and self._undoes(node, node.inputs[0])
             return PLAIN if both else PERMUTED
-        return id(node) if id(node) in self.moves else PLAIN
+        move = self.moves.get(id(node))
+        return id(node) if move is not None and move.result == self.permutations[id(tensor)] else PLAIN
 
     def _readers(self, tensor: gs.Tensor) -> set[Hashable]:
         """The same for its readers; a graph output is read plainly."""
-        sides: set[Hashable] = {PLAIN} if id(tensor) in self.outputs else set()
+        sides: set[Hashable] = {PLAIN} if id(tensor) in self.place.outputs else set()
         for node in consumers(tensor):
             if self._undoes(node, tensor):
                 sides.add(PERMUTED)
@@ -201,7 +218,7 @@ class _Region:
             if key in moved:
                 self._rewrite(node, self.moves[key], permutation, forms, names)
         for node, number in undone:
-            give_way(self.scope, node, forms[number])
+            give_way(self.place.scope, node, forms[number])
 
     def _form_beside(self, tensor: gs.Tensor, names: _Names) -> gs.Tensor:
         """The permuted form of a tensor that stays as it is."""
@@ -222,7 +239,7 @@ class _Region:
     def _transpose(self, source: gs.Tensor, made: gs.Tensor, permutation: Permutation, names: _Names) -> None:
         name, attrs = names.new(made, "transpose"), {"perm": list(permutation)}
         node = gs.Node("Transpose", name, attrs, [source], [made], domain=STANDARD)
-        insert_before(self.scope, self.scope.nodes[0], node)  # sorted at the end
+        insert_before(self.place.scope, self.place.scope.nodes[0], node)  # sorted at the end
 
     def _rewrite(
         self, node: gs.Node, move: Move, permutation: Permutation, forms: dict[int, gs.Tensor], names: _Names

@@ -142,6 +142,13 @@ REGIONS = {  # whole graphs: body, inputs, Transposes left
         f"{X}, float[3,5,4,2] w",
         2,
     ),
+    "a matrix in both orders": (
+        f"k = Constant<value_ints = [2, 3]>() l = Constant<value_ints = [0, 3]>() a = {IN}(x) "
+        "b = ReduceMax<keepdims = 0>(a, k) c = ReduceMax<keepdims = 0>(a, l) d = Add(b, c) "
+        "e = Transpose<perm = [1, 0]>(d) y = Neg(e)",
+        "float[3,3,4,3] x",
+        1,
+    ),
     "composed": (f"a = {IN}(x) b = Transpose<perm = [1, 0, 2, 3]>(a) y = Relu(b)", X, 1),
     "rotary": (
         "p = Constant<value_ints = [1]>() s = Constant<value_ints = [0]>() h = Constant<value_ints = [2]>() "
