@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import onnx_graphsurgeon as gs
 
@@ -22,10 +23,14 @@ class Effect(Enum):
 
 @dataclass
 class Outcome:
-    """What one call did: how many rewrites it made, and notes on what it left alone and why."""
+    """What one call did: how many rewrites it made, and notes on what it left alone and why.
+
+    `metadata` goes into the model's own: what whoever runs it must know.
+    """
 
     rewrites: int = 0
     notes: list[str] = field(default_factory=list)
+    metadata: dict[str, str] = field(default_factory=dict)
 
     @property
     def changed(self) -> bool:
@@ -47,6 +52,15 @@ class Pass(Protocol):
 
     def call(self, graph: gs.Graph) -> Outcome:
         """Rewrite `graph`."""
+        ...
+
+
+@runtime_checkable
+class Measuring(Protocol):
+    """A pass that wants to measure the model by running it before it is called."""
+
+    def prepare(self, model: Path) -> None:
+        """`model` is the graph of the next call as a file, its weights beside it."""
         ...
 
 

@@ -20,8 +20,10 @@ little: activations that are not outliers lie orders below 16376. Without ranges
 Changes precision: FP16 keeps 11 significant bits, BF16 8. A second call finds the same islands and changes nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal
 
 import ml_dtypes
@@ -53,25 +55,35 @@ _DTYPES: Mapping[LowDtype, np.dtype] = {"float16": np.dtype(np.float16), "bfloat
 
 
 class CastPrecision:
-    """Implements `passes.base.Pass`. `keep`: names of nodes that stay in FP32, with wildcards * and ?."""
+    """Implements `passes.base.Pass` and `Measuring`.
 
+    `ranges`: max |value| by tensor name. `measure` gives them for the graph at hand, if `ranges` is None.
+    `keep`: names of nodes that stay in FP32, with wildcards * and ?.
+    """
+
+    name = "cast_precision"
     effect = Effect.PRECISION
 
     def __init__(
         self,
-        dtype: LowDtype,
+        dtype: LowDtype = "float16",
         ranges: Mapping[str, float] | None = None,
         keep: Sequence[str] = (),
         keep_io: bool = True,
         margin: float = 4.0,
+        measure: Callable[[Path], Mapping[str, float]] | None = None,
     ) -> None:
         if dtype not in _DTYPES:
             raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
         if not margin >= 1:
             raise ValueError(f"margin is {margin}; expected at least 1")
-        self.name = f"cast_{dtype}"
+        self._measure = measure if ranges is None else None
         self.precision = Precision(_DTYPES[dtype], margin, dict(ranges or {}))
         self.keep, self.keep_io = tuple(keep), keep_io
+
+    def prepare(self, model: Path) -> None:
+        if self._measure is not None:
+            self.precision = replace(self.precision, ranges=dict(self._measure(model)))
 
     def call(self, graph: gs.Graph) -> Outcome:
         outcome = Outcome()

@@ -10,6 +10,7 @@ of unknown rank or of other types than FP32, FP16, BF16 and 8 bits. A Transpose 
 does a channels-last convolution, so that a second call changes nothing.
 """
 
+import json
 from collections.abc import Callable, Iterable
 
 import ml_dtypes
@@ -33,6 +34,10 @@ _IMAGE_TO_IMAGE = (
 _DTYPES = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16, np.uint8, np.int8))
 
 
+IO_LAYOUT = "kiln.io_layout"
+"""Metadata of a model: JSON of `permuted`."""
+
+
 class IoLayoutNhwc:
     """Implements `passes.base.Pass`; an instance serves one graph."""
 
@@ -53,6 +58,8 @@ class IoLayoutNhwc:
             _permute_output(graph, tensor)
             self.permuted[tensor.name] = list(TO_NHWC)
             outcome.rewrites += 1
+        if self.permuted:
+            outcome.metadata[IO_LAYOUT] = json.dumps(self.permuted, sort_keys=True)
         return outcome
 
 

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import Protocol
 
 import onnx_graphsurgeon as gs
 
-from passes.base import Effect, Outcome, Pass
+from passes.base import Effect, Measuring, Outcome, Pass
 from passes.graph import (
     consolidate,
     data_files,
@@ -158,6 +159,7 @@ class _Workspace:
             ) from error
         for file in self.files:
             link_or_copy(file, folder / file.relative_to(self.source_folder))
+        self._spill()
         self.current = self._write()
         self.graph = graph_from_path(self.current)  # from now on all weights lie in the workspace
 
@@ -166,15 +168,18 @@ class _Workspace:
         outcome, problem = Outcome(), None
         infer_shapes(self.graph)
         try:
+            if isinstance(graph_pass, Measuring):
+                graph_pass.prepare(self.current)
             outcome = graph_pass.call(self.graph)
             if outcome.changed:
+                self._spill()
                 check_graph(self.graph)
         except Exception as error:  # a bug in one pass must not cost the build: without it the model still runs
             problem = f"{type(error).__name__}: {first_line(error)}"
         seconds = perf_counter() - start
         errors = limit = timing = None
         if outcome.changed and problem is None:
-            candidate = self._write()
+            candidate = self._write(outcome.metadata)
             if gate is not None:
                 limit = limit_for(graph_pass.effect, self.graph)
                 errors, problem = _judge(graph_pass, limit, self.current, candidate, gate)
@@ -184,6 +189,7 @@ class _Workspace:
             self.graph = graph_from_path(self.current)
         elif outcome.changed:
             self.current, self.nodes = candidate, count_nodes(self.graph)
+            self.metadata |= outcome.metadata
         return PassReport(
             name=graph_pass.name,
             effect=graph_pass.effect,
@@ -217,12 +223,15 @@ class _Workspace:
             _move(file, place)
         os.replace(structure, target)
 
-    def _write(self) -> Path:
-        """The graph as a file of the workspace; new weights go into a file of their own."""
-        spill(self.graph, self.folder / f"kiln-step{self.steps}.data")
-        path = self.folder / f"kiln-step{self.steps}.onnx"
-        path.write_bytes(proto_from_graph(self.graph, self.metadata).SerializeToString())
+    def _spill(self) -> None:
+        """Put new weights into a file of their own: they may be too large for one message."""
         self.steps += 1
+        spill(self.graph, self.folder / f"kiln-step{self.steps}.data")
+
+    def _write(self, metadata: Mapping[str, str] = MappingProxyType({})) -> Path:
+        """The graph, its weights spilled, as a file of the workspace."""
+        path = self.folder / f"kiln-step{self.steps}.onnx"
+        path.write_bytes(proto_from_graph(self.graph, {**self.metadata, **metadata}).SerializeToString())
         return path
 
 
