@@ -30,29 +30,37 @@ def same_size(first: gs.Tensor, axis: int, second: gs.Tensor, other: int) -> boo
 
 
 def unify_symbols(graph: gs.Graph) -> None:
-    """Give dimensions that ONNX's inference named itself, as Reshape's -1, the name of the size that they must have.
+    """Replace names that shape inference made up, as for a Reshape's -1, by the sizes that they must stand for.
 
-    A Reshape whose input and output have one symbolic dimension each keeps it where the static rest has one product.
+    A Reshape keeps the number of elements: what is left of its two shapes without the names in both is equal.
     """
-    same: dict[str, str] = {}
+    known: dict[str, str | int] = {}
     for scope in scopes(graph):
         for node in scope.nodes:
             for tensor in node.outputs:
-                if tensor.shape is not None and any(size in same for size in tensor.shape):
-                    tensor.shape = [same.get(size, size) for size in tensor.shape]
+                if tensor.shape is not None:
+                    tensor.shape = [known.get(size, size) for size in tensor.shape]
             if node.op == "Reshape" and node.domain == "":
-                before, after = (_one_symbol(tensor) for tensor in (node.inputs[0], node.outputs[0]))
-                if before and after and before[1] == after[1] and after[0].startswith(GENERATED) and before != after:
-                    same[after[0]] = before[0]
-                    node.outputs[0].shape = [same.get(size, size) for size in node.outputs[0].shape]
+                known |= _resolved(node.inputs[0].shape, node.outputs[0].shape)
+                if node.outputs[0].shape is not None:
+                    node.outputs[0].shape = [known.get(size, size) for size in node.outputs[0].shape]
 
 
-def _one_symbol(tensor: gs.Tensor) -> tuple[str, int] | None:
-    """The name of a shape's only symbolic dimension and the product of all others."""
-    symbols = [size for size in tensor.shape or () if not isinstance(size, int)]
-    if len(symbols) != 1 or not isinstance(symbols[0], str):
-        return None
-    return symbols[0], math.prod(size for size in tensor.shape if isinstance(size, int))
+def _resolved(before: Sequence | None, after: Sequence | None) -> dict[str, str | int]:
+    """The one made-up name in a Reshape's result, if its size follows, with that size."""
+    if before is None or after is None or None in (*before, *after):
+        return {}
+    left, open_ = ([size for size in shape if not isinstance(size, int)] for shape in (before, after))
+    for name in list(left):
+        if name in open_:
+            left.remove(name)
+            open_.remove(name)
+    if len(open_) != 1 or not open_[0].startswith(GENERATED):
+        return {}
+    whole, rest = (math.prod(size for size in shape if isinstance(size, int)) for shape in (before, after))
+    if not left and rest and whole % rest == 0:
+        return {open_[0]: whole // rest}
+    return {open_[0]: left[0]} if len(left) == 1 and whole == rest else {}
 
 
 def moved_axes(node: gs.Node) -> list[int | None] | None:

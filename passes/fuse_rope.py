@@ -216,7 +216,7 @@ class _Plain:
             new.append(gs.Node("Reshape", inputs=[x, new_constant(out, "packed", np.array(packed))], outputs=[given]))
         order = (ids, *caches) if self.domain == CONTRIB else (*caches, ids)
         node.outputs.clear()
-        new.append(gs.Node("RotaryEmbedding", out.name, attrs, [given, *order], [result], domain=self.domain))
+        new.append(gs.Node("RotaryEmbedding", f"{out.name}/rope", attrs, [given, *order], [result], domain=self.domain))
         if not heads_first:
             shape = [0, 0, heads, size] if len(x.shape) == 4 else [-1, heads, size]
             new.append(gs.Node("Reshape", inputs=[result, new_constant(out, "shape", np.array(shape))], outputs=[out]))
@@ -266,8 +266,8 @@ def _batched_positions(rotation: Rotation, heads_first: bool) -> tuple[list[gs.N
         ids = step("Reshape", "positions_row", [ids, flat])
     batched = len(x.shape) == 4 and static_dim(x, 0) != 1
     if batched and 0 not in dict(rotation.axes):
-        batch = step("Shape", "batch", [x], {"start": 0, "end": 1})
-        one = new_constant(rotation.out, "one", np.array([1]))
+        first, one = (new_constant(rotation.out, name, np.array([i])) for i, name in enumerate(("first", "one")))
+        batch = step("Gather", "batch", [step("Shape", "x_shape", [x]), first], {"axis": 0})
         ids = step("Expand", "positions_batch", [ids, step("Concat", "positions_shape", [batch, one], {"axis": 0})])
     return nodes, ids
 
