@@ -6,22 +6,28 @@ One visible table. The order matters: what a pass looks for is what those before
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from passes.base import Pass
 from passes.bind_attention import BindAttention
+from passes.cast_precision import CastPrecision
 from passes.fold_batch_norm import FoldBatchNorm
 from passes.fold_constants import FoldConstants
 from passes.fuse_gelu import FuseGelu
 from passes.fuse_layer_norm import FuseLayerNorm
+from passes.fuse_qdq import FuseQdq
 from passes.fuse_rms_norm import FuseRmsNorm
 from passes.fuse_rope import FuseRope
 from passes.fuse_skip_norm import FuseSkipNorm
 from passes.fuse_swiglu import FuseSwiglu
 from passes.hoist_tables import HoistTables
+from passes.io_layout import IoLayoutNhwc
+from passes.layout_nhwc import LayoutNhwc
 from passes.merge_duplicates import MergeDuplicates
 from passes.onnx_model import DecoderSpec
 from passes.pack_matmuls import PackMatMuls
+from passes.prune import PruneStructure
 from passes.remove_no_ops import RemoveNoOps
 from passes.remove_unused import RemoveUnused
 from passes.reparameterize import Reparameterize
@@ -29,14 +35,21 @@ from passes.sink_transposes import SinkTransposes
 from plugins.errors import KilnError
 
 Backend = Literal["cpu", "cuda", "tensorrt"]
+Precision = Literal["fp32", "fp16", "bf16"]
+IoLayout = Literal["nchw", "nhwc"]
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class PassTarget:
-    """What decides which passes run: the backend, and for a decoder its description."""
+    """What decides which passes run and with which options."""
 
     backend: Backend = "cpu"
     decoder: DecoderSpec | None = None
+    precision: Precision = "fp32"
+    io_layout: IoLayout = "nchw"
+    measure_ranges: Callable[[Path], Mapping[str, float]] | None = None
+    """Largest magnitudes by tensor name of a model, for casting to 16 bits; None where it cannot be run."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,10 @@ def _never(target: PassTarget) -> bool:
     return False
 
 
+def _on_ort(target: PassTarget) -> bool:
+    return target.backend != "tensorrt"
+
+
 def _norm_target(target: PassTarget) -> dict[str, Any]:
     return {"target": "standard" if target.backend == "tensorrt" else "contrib"}
 
@@ -80,12 +97,15 @@ def _rope_target(target: PassTarget) -> dict[str, Any]:
     return {"target": "standard" if target.backend == "tensorrt" else "rotary_embedding"}
 
 
+_LAYOUTS: Mapping[Backend, str] = {"cpu": "cpu-int8", "cuda": "cuda", "tensorrt": "tensorrt"}
+
 TABLE: tuple[Entry, ...] = (
     Entry(BindAttention, default=lambda target: target.backend == "cpu"),
     Entry(FoldConstants),
     Entry(RemoveNoOps),
     Entry(FoldBatchNorm),
     Entry(Reparameterize),
+    Entry(IoLayoutNhwc, default=lambda target: target.io_layout == "nhwc"),
     Entry(
         HoistTables,
         options=lambda target: {"max_positions": target.decoder.max_context if target.decoder else None},
@@ -95,12 +115,23 @@ TABLE: tuple[Entry, ...] = (
     Entry(FuseRmsNorm, options=_norm_target),
     Entry(FuseRope, options=_rope_target),
     Entry(FuseGelu, options=_norm_target),
-    Entry(FuseSwiglu, default=lambda target: target.backend != "tensorrt"),
+    Entry(FuseSwiglu, default=_on_ort),
     Entry(
         PackMatMuls,
         options=lambda target: {"packed_attention": target.decoder is not None, "split": target.backend != "cpu"},
     ),
     Entry(FuseSkipNorm, default=lambda target: target.backend == "cuda"),
+    Entry(PruneStructure, default=_never),
+    Entry(
+        CastPrecision,
+        default=lambda target: target.precision != "fp32",
+        options=lambda target: {
+            "dtype": _DTYPES.get(target.precision, "float16"),
+            "measure": target.measure_ranges,
+        },
+    ),
+    Entry(FuseQdq, default=lambda target: target.backend == "cpu"),
+    Entry(LayoutNhwc, options=lambda target: {"target": _LAYOUTS[target.backend]}),
     Entry(SinkTransposes),
     Entry(RemoveUnused),
 )

@@ -178,7 +178,9 @@ def _build_for_sku(inputs: _Inputs, sku: Sku, path: Path, config: BuildConfig, p
                 plugins = (_copy_plugin(folder),)
             progress.detail(f"{plugins[0].operator} in {plugins[0].file}, ABI {plugins[0].abi_hash}")
         with progress.stage(f"{sku.name}: graph passes"):
-            passes_config = OptimizeConfig(config.passes, config.verify_passes, config.measure_passes)
+            passes_config = OptimizeConfig(
+                config.passes, config.precision, config.io_layout, config.verify_passes, config.measure_passes
+            )
             model, reports = optimize(inputs.onnx_model, folder / ENGINE, sku, passes_config, inputs.feeds)
         for report in reports:
             (progress.note if report.rolled_back else progress.detail)(f"{report.name}: {result_of(report)}")

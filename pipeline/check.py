@@ -3,7 +3,7 @@
 The reference is the torch model where there is one; an .onnx source is compared with itself, unoptimised.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.onnxruntime import OnnxRuntimeModel, ort_message
+from engines.backends.onnxruntime import ort_message
 from engines.manifest import CheckRecord
 from passes.onnx_model import DecoderSpec, OnnxModel
-from pipeline.compare.inputs import InputSpec, samples_from_inputs
+from pipeline.compare.inputs import samples_from_inputs
 from pipeline.packed import packed_logits
 from pipeline.verify import Feeds, errors_between, generated_inputs, run_plain
 from plugins.errors import KilnError
@@ -31,8 +31,6 @@ LIMITS: dict[CacheDtype, tuple[float, str]] = {
 """By type of the KV cache: the largest max|engine - reference| / max|reference| allowed, and why."""
 _SAMPLES = 3
 
-Infer = Callable[[Mapping[str, NDArray]], Mapping[str, NDArray]]
-
 
 def check_against_torch(
     model: "TorchModel", engine: Path, decoder: DecoderSpec | None, plugins: list[Path]
@@ -46,7 +44,9 @@ def check_against_torch(
         return _verdict("logits against torch", error, decoder.kv.dtype)
     subject = torch_subject_from_model(model)
     with _engine_runs():
-        error = _plain_error(engine, plugins, subject.inputs, subject.infer)  # type: ignore[union-attr]
+        samples = samples_from_inputs(subject.inputs, _SAMPLES, seed=1)  # type: ignore[union-attr]
+        expected = [subject.infer(feeds) for feeds in samples]  # type: ignore[union-attr]
+        error = errors_between(expected, run_plain(engine, plugins, samples, optimized=True)).relative
     return _verdict("outputs against torch", error)
 
 
@@ -92,20 +92,6 @@ def _verdict(name: str, error: float, cache_dtype: CacheDtype = "float32") -> Ch
             f"({origin}); nothing was published. Please report the model's architecture"
         )
     return CheckRecord(name=name, value=error, limit=limit, origin=origin)
-
-
-def _plain_error(engine: Path, plugins: list[Path], specs: tuple[InputSpec, ...], reference: Infer) -> float:
-    """Largest relative error over all outputs of some random inputs of several sizes."""
-    backend = OnnxRuntimeModel(engine, plugins=plugins)
-    worst = 0.0
-    for feeds in samples_from_inputs(specs, _SAMPLES, seed=1):
-        found, expected = backend.infer(feeds), reference(feeds)
-        for name, value in expected.items():
-            if found[name].shape != value.shape:
-                raise KilnError(f"output '{name}' has shape {found[name].shape}, the reference {value.shape}")
-            worst = _worse(worst, _relative_error(found[name], value))
-    backend.close()
-    return worst
 
 
 def _decoder_error(model: "TorchModel", engine: Path, decoder: DecoderSpec, plugins: list[Path]) -> float:

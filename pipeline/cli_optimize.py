@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from rich.console import Console
@@ -11,12 +11,14 @@ from rich.table import Table
 from engines.sku import resolve_sku
 from passes.manager import PassReport
 from passes.onnx_model import external_files, load_structure, onnx_model_from_path
-from passes.standard import PassSwitches, PassTarget, describe_passes
+from passes.standard import IoLayout, PassSwitches, PassTarget, Precision, describe_passes
 from pipeline.optimize import OptimizeConfig, optimize
 from pipeline.pass_report import json_from_reports, result_of, table_from_reports
 from pipeline.progress import Progress
 from pipeline.verify import feeds_from_file
 from plugins.errors import KilnError
+
+DEFAULTS = OptimizeConfig()
 
 
 def switches_from_options(
@@ -58,6 +60,13 @@ def pass_options(command: Any) -> Any:
         click.option("--only", metavar="NAME,...", help="Run these passes and no others."),
         click.option("--enable", multiple=True, metavar="NAME", help="Run a pass that is off by default."),
         click.option("--disable", multiple=True, metavar="NAME", help="Leave a pass out."),
+        click.option(
+            "--io-layout",
+            type=click.Choice(get_args(IoLayout)),
+            default=DEFAULTS.io_layout,
+            show_default=True,
+            help="Layout of image inputs and outputs; nhwc is how cameras deliver.",
+        ),
         click.option("--measure", is_flag=True, help="Time the model before and after each pass."),
         click.option(
             "--verify/--no-verify",
@@ -74,6 +83,13 @@ def pass_options(command: Any) -> Any:
 @click.argument("model", type=click.Path(path_type=Path), required=False)
 @click.option("--out", type=click.Path(path_type=Path), help="The rewritten model; weights go beside it.")
 @click.option("--sku", default="cpu", show_default=True, help="Machine type that the graph is for.")
+@click.option(
+    "--precision",
+    type=click.Choice(get_args(Precision)),
+    default=DEFAULTS.precision,
+    show_default=True,
+    help="16 bits around islands of FP32, chosen by ranges that are measured here.",
+)
 @pass_options
 @click.option("--overwrite", is_flag=True, help="Replace OUT where it exists.")
 @click.option("--list", "list_passes", is_flag=True, help="List the passes and stop.")
@@ -83,6 +99,8 @@ def optimize_command(
     model: Path | None,
     out: Path | None,
     sku: str,
+    precision: Precision,
+    io_layout: IoLayout,
     only: str | None,
     enable: tuple[str, ...],
     disable: tuple[str, ...],
@@ -105,7 +123,8 @@ def optimize_command(
     if model is None or out is None:
         raise click.UsageError("expected MODEL.onnx and --out OUT.onnx (or --list)")
     _refuse_target(model, out, overwrite)
-    config = OptimizeConfig(switches_from_options(only, enable, disable, options), verify, measure)
+    switches = switches_from_options(only, enable, disable, options)
+    config = OptimizeConfig(switches, precision, io_layout, verify, measure)
     progress = Progress(verbose=verbose)
     feeds = feeds_from_file(inputs) if inputs else None
     with progress.stage("read"):

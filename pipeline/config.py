@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from passes.standard import PassSwitches
+from passes.standard import IoLayout, PassSwitches
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import CACHE_ITEMSIZE, CacheDtype
 
@@ -21,6 +21,7 @@ class BuildConfig:
     block_size: int = 16
     max_context: int | None = None
     out: Path | None = None
+    io_layout: IoLayout = "nchw"
     passes: PassSwitches = field(default_factory=PassSwitches)
     verify_passes: bool = True
     measure_passes: bool = False

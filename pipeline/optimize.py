@@ -7,7 +7,7 @@ from pathlib import Path
 from engines.sku import Sku
 from passes.manager import PassReport, run_passes
 from passes.onnx_model import OnnxModel
-from passes.standard import Backend, PassSwitches, PassTarget, standard_passes
+from passes.standard import Backend, IoLayout, PassSwitches, PassTarget, Precision, standard_passes
 from pipeline.verify import Feeds, NumericGate, StepClock
 from plugins.build import cpu_library
 from plugins.errors import KilnError
@@ -20,14 +20,11 @@ class OptimizeConfig:
     """`verify` runs the model before and after each pass and undoes what errs; `measure` times it as well."""
 
     switches: PassSwitches = field(default_factory=PassSwitches)
+    precision: Precision = "fp32"
+    io_layout: IoLayout = "nchw"
     verify: bool = True
     measure: bool = False
     threads: int | None = None
-
-
-def pass_target(sku: Sku, model: OnnxModel) -> PassTarget:
-    """What decides the passes of a model for a SKU."""
-    return PassTarget(_BACKENDS[sku.provider], model.decoder)
 
 
 def optimize(
@@ -40,17 +37,26 @@ def optimize(
 ) -> tuple[OnnxModel, tuple[PassReport, ...]]:
     """Rewrite the graph into `target`. `inputs` replaces the generated inputs of a model without a KV cache.
 
+    Graphs for GPUs are judged on this machine's CPU, which has all of their operators.
     Raises KilnError for a model that is not sound, an unknown pass, or a model that cannot be run here.
     """
-    passes = standard_passes(pass_target(sku, model), config.switches)
-    if (config.verify or config.measure) and not sku.is_cpu:
-        raise KilnError(f"graphs for SKU {sku.name} cannot be run on this machine; add --no-verify, without --measure")
-    plugins = [cpu_library()] if model.decoder and (config.verify or config.measure) else []
+    if config.measure and not sku.is_cpu:
+        raise KilnError(f"this machine cannot time graphs for SKU {sku.name}; leave --measure out")
+    runs = config.verify or config.measure or config.precision != "fp32"
+    plugins = [cpu_library()] if model.decoder and runs else []
+    gate = NumericGate(model, plugins, inputs) if config.verify or config.precision != "fp32" else None
+    pass_target = PassTarget(
+        backend=_BACKENDS[sku.provider],
+        decoder=model.decoder,
+        precision=config.precision,
+        io_layout=config.io_layout,
+        measure_ranges=gate.ranges if gate else None,
+    )
     return run_passes(
         model,
         target,
-        passes,
-        gate=NumericGate(model, plugins, inputs) if config.verify else None,
+        standard_passes(pass_target, config.switches),
+        gate=gate if config.verify else None,
         clock=StepClock(model, plugins, inputs, config.threads) if config.measure else None,
         observe=observe,
     )

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from engines.backends.base import StepInputs
 from engines.backends.onnxruntime import OnnxRuntimeDecoder
 from passes.onnx_model import DecoderSpec
+from plugins.paged_attention.schema import cache_names
 
 
 def packed_logits(
@@ -63,6 +65,16 @@ def packed_logits(
         past += np.array(counts, np.int32)
     backend.close()
     return [np.concatenate(parts) for parts in rows]
+
+
+def decoder_feeds(decoder: DecoderSpec, tokens: int = 512) -> list[dict[str, NDArray]]:
+    """One prompt with empty caches, as a session takes it by name."""
+    inputs = step_inputs_of_prompt(min(tokens, decoder.max_context), decoder)
+    feeds: dict[str, NDArray] = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    for layer in range(len(decoder.kv.layers)):
+        shape = decoder.kv.cache_shape(layer, inputs.block_table.size)
+        feeds |= {name: np.zeros(shape, np.dtype(decoder.kv.dtype)) for name in cache_names(layer)}
+    return [feeds]
 
 
 def step_inputs_of_prompt(tokens: int, decoder: DecoderSpec) -> StepInputs:

@@ -21,7 +21,9 @@ from passes.manager import Errors, Timing
 from passes.onnx_model import DecoderSpec, OnnxModel, load_structure
 from pipeline.compare.inputs import InputSpec, input_specs_from_graph, sample_of_sizes, samples_from_inputs
 from pipeline.compare.onnx_subject import bound_graph
-from pipeline.packed import packed_logits, step_inputs_of_prompt
+from pipeline.io_layout import from_model, original_specs, permutations_from_path, to_model
+from pipeline.packed import decoder_feeds, packed_logits, step_inputs_of_prompt
+from pipeline.ranges import measure_ranges
 from plugins.errors import KilnError
 
 LONG = 2048
@@ -53,6 +55,12 @@ class NumericGate:
         if errors.relative == errors.relative:  # not a NaN, which no limit lets pass
             self._kept = (after, found)
         return errors
+
+    def ranges(self, path: Path) -> dict[str, float]:
+        """Largest magnitude of every FP32 tensor of a model's main graph on the gate's inputs."""
+        permutations = permutations_from_path(path)
+        feeds = self.inputs if self.decoder is None else decoder_feeds(self.decoder)
+        return measure_ranges(path, [to_model(feed, permutations) for feed in feeds], self.plugins)
 
     def _run(self, path: Path) -> list[Outputs]:
         if self.decoder is None:
@@ -97,8 +105,8 @@ class StepClock:
     def _call(self, path: Path, folder: Path) -> Callable[[], object]:
         if self.decoder is None:
             model = OnnxRuntimeModel(path, plugins=self.plugins, threads=self.threads)
-            feeds = self.feeds
-            assert feeds is not None
+            assert self.feeds is not None
+            feeds = to_model(self.feeds, permutations_from_path(path))
             return lambda: model.infer(feeds)
         folder.mkdir()
         tokens = min(TIMED_TOKENS, self.decoder.max_context)
@@ -152,10 +160,14 @@ def _errors_of(name: str, found: NDArray, expected: NDArray) -> Errors:
 def run_plain(
     path: Path, plugins: Sequence[Path], inputs: Sequence[Feeds], *, optimized: bool = False
 ) -> list[Outputs]:
-    """Outputs of a model without a KV cache, for each set of inputs; as its graph stands unless `optimized`."""
+    """Outputs of a model without a KV cache, for each set of inputs; as its graph stands unless `optimized`.
+
+    Inputs and outputs have the layout that they had before `--io-layout` changed it.
+    """
+    permutations = permutations_from_path(path)
     backend = OnnxRuntimeModel(path, plugins=plugins, optimized=optimized)
     try:
-        return [backend.infer(feeds) for feeds in inputs]
+        return [from_model(backend.infer(to_model(feeds, permutations)), permutations) for feeds in inputs]
     finally:
         backend.close()
 
@@ -181,9 +193,10 @@ def feeds_from_file(path: Path) -> list[Feeds]:
 
 def generated_inputs(model: OnnxModel, plugins: Sequence[Path] = ()) -> tuple[Feeds, ...]:
     """Random inputs that the model accepts, the last one as long as it takes. Raises KilnError where none are found."""
-    specs = input_specs_from_graph(
+    found = input_specs_from_graph(
         load_structure(model.path), [(tensor.name, tensor.dtype, tensor.shape) for tensor in model.inputs]
     )
+    specs = original_specs(found, permutations_from_path(model.path))
     samples = samples_from_inputs(specs, _SAMPLES, seed=1)
     try:
         run_plain(model.path, plugins, samples)

@@ -11,6 +11,7 @@ from pipeline.compare.machine import package_versions
 from pipeline.compare.report import Side
 from pipeline.compare.subjects import Subject
 from pipeline.compare.tolerance import PRECISION_OF_DTYPE
+from pipeline.io_layout import permutations_from_path
 
 
 def bundle_subject_from_path(path: Path, threads: int | None = None) -> Subject:
@@ -29,6 +30,7 @@ def bundle_subject_from_path(path: Path, threads: int | None = None) -> Subject:
     engine = Engine.open(path, max_running=1, threads=threads)
     if manifest.decoder is None:
         tensors = [(record.name, record.dtype, record.shape) for record in manifest.inputs]
-        return EnginePlain(side, engine, input_specs_from_graph(load_structure(bundle.engine_path), tensors))
+        specs = input_specs_from_graph(load_structure(bundle.engine_path), tensors)
+        return EnginePlain(side, engine, specs, permutations_from_path(bundle.engine_path))
     encode = engine.tokenizer.encode if bundle.tokenizer_path else None
     return EngineDecoder(side, engine, manifest.decoder, encode)

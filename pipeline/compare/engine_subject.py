@@ -15,18 +15,22 @@ from passes.onnx_model import DecoderSpec
 from pipeline.compare.inputs import InputSpec
 from pipeline.compare.report import Side
 from pipeline.compare.subjects import Encode
+from pipeline.io_layout import Permutations, from_model, original_specs, to_model
 
 
 class EnginePlain:
-    """Owns the engine."""
+    """Owns the engine. Takes and gives images as the model did before `--io-layout` changed it."""
 
-    def __init__(self, side: Side, engine: Engine, inputs: tuple[InputSpec, ...]) -> None:
+    def __init__(
+        self, side: Side, engine: Engine, inputs: tuple[InputSpec, ...], permutations: Permutations | None = None
+    ) -> None:
         self.side = side
-        self.inputs = inputs
+        self._permutations = permutations or {}
+        self.inputs = original_specs(inputs, self._permutations)
         self._engine = engine
 
     def infer(self, feeds: Mapping[str, NDArray]) -> dict[str, NDArray]:
-        return self._engine.infer(feeds)
+        return from_model(self._engine.infer(to_model(feeds, self._permutations)), self._permutations)
 
     def close(self) -> None:
         self._engine.close()

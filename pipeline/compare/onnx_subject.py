@@ -23,6 +23,7 @@ from pipeline.compare.machine import package_versions
 from pipeline.compare.report import Side
 from pipeline.compare.subjects import Subject
 from pipeline.compare.tolerance import PRECISION_OF_DTYPE
+from pipeline.io_layout import permutations_from_path
 from plugins.paged_attention.schema import DOMAIN, EXPORT_DOMAIN, OP_TYPE
 
 _PRECISIONS = {1: "fp32", 10: "fp16", 16: "bf16"}  # onnx.TensorProto.DataType
@@ -44,7 +45,9 @@ def onnx_subject_from_path(path: Path, threads: int | None = None) -> Subject:
         return EngineDecoder(side, _engine_from_graph(model, model.decoder, threads), model.decoder, encode=None)
     tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in model.inputs]
     engine = Engine.from_model(OnnxRuntimeModel(path, threads=threads), name=path.name)
-    return EnginePlain(side, engine, input_specs_from_graph(load_structure(path), tensors))
+    return EnginePlain(
+        side, engine, input_specs_from_graph(load_structure(path), tensors), permutations_from_path(path)
+    )
 
 
 def _engine_from_graph(model: OnnxModel, spec: DecoderSpec, threads: int | None) -> Engine:
