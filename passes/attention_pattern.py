@@ -6,6 +6,7 @@ Knows no operator that could replace it; `passes.fuse_attention` does.
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from passes.base import Refusal
@@ -13,6 +14,7 @@ from passes.evaluate import Size, dimension, sizes_of
 from passes.pattern import consumers, is_output, only_consumer, producer, rank_of, scalar_of, scalar_operand, static_dim
 
 HEADS_FORWARD = [0, 2, 1, 3]
+_FLOATS = ("float32", "float16", "bfloat16")
 _ABSORBS = -1e30
 """Added to any score that is not astronomic, a number below it stays what it is."""
 
@@ -52,6 +54,15 @@ class Scores:
     mask: gs.Tensor | None = None
     masked: tuple[float, float] | None = None
     """For a condition as mask: what it adds where it is true, and where it is false."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What follows the softmax: a guard against NaN or none, the product with the value, the Transpose to rows."""
+
+    value: Heads
+    transpose: gs.Node
+    guarded: bool
 
 
 def scores_from(tensor: gs.Tensor) -> Scores | None:
@@ -140,8 +151,8 @@ def _swapped_in_reshapes(last: gs.Node) -> gs.Tensor | None:
     return x if 0 not in (heads, keys, size) and merged[0] == -1 else None
 
 
-def chain_behind(scope: gs.Graph, softmax: gs.Node) -> tuple[gs.Node, gs.Node, bool] | None:
-    """The product with the value, the Transpose behind it, and whether a guard against NaN stands before."""
+def chain_behind(scope: gs.Graph, softmax: gs.Node) -> Chain | None:
+    """[Guard against NaN,] product with the value, Transpose."""
     probabilities, guarded = softmax.outputs[0], False
     readers = consumers(probabilities)
     if {reader.op for reader in readers} == {"IsNaN", "Where"} and len(readers) == 2:
@@ -158,7 +169,7 @@ def chain_behind(scope: gs.Graph, softmax: gs.Node) -> tuple[gs.Node, gs.Node, b
         return None
     if only_consumer(scope, probabilities) is None or is_output(scope, softmax.outputs[0]):
         raise Refusal(f"the probabilities '{probabilities.name}' are read elsewhere too; expected only by the product")
-    return product, transpose, guarded
+    return Chain(rows_first(product.inputs[1]), transpose, guarded)
 
 
 def check_fit(scores: Scores, value: Heads) -> None:
@@ -168,6 +179,8 @@ def check_fit(scores: Scores, value: Heads) -> None:
         if rank_of(part.tensor) != 4 or part.heads is None or part.size is None:
             raise Refusal(f"the {name}'s shape is {part.tensor.shape}; expected a known number and size of heads")
     query, key = scores.query, scores.key
+    if query.tensor.dtype is None or np.dtype(query.tensor.dtype).name not in _FLOATS:
+        raise Refusal(f"its type is {query.tensor.dtype}; expected one of {', '.join(_FLOATS)}")
     if not query.heads == key.heads == value.heads or query.size != key.size:
         found = ", ".join(f"{name} {part.heads} of {part.size}" for name, part in parts.items())
         raise Refusal(f"heads differ: {found}; expected equal ones")

@@ -12,7 +12,8 @@ batch and heads. The mask is an Add of a tensor that broadcasts to [batch, heads
 Where(condition, scores, value), either way round, with a value that absorbs scores, -1e30 and below: it becomes
 Where(condition, 0, value). Both operators need [.., seq, keys] in full, so [batch, 1, 1, keys] is expanded, once for
 all layers. Where(IsNaN(p), 0, p), torch's guard for rows in which everything is masked, moves behind the operator: such
-a row of p is NaN throughout, and so is its result; the two differ where v itself is not finite.
+a row of p is NaN throughout, and so is its result; the two differ where v itself is not finite. Without
+that guard such a row is NaN before; ONNX Runtime's Attention makes it 0, its MultiHeadAttention NaN.
 
 Batch, heads and sizes have to be known to agree, by number or by name. Left alone: attention over another axis,
 scores or probabilities that something else reads, grouped or merged heads ([batch*heads, seq, size]), casts around the
@@ -27,12 +28,12 @@ import onnx_graphsurgeon as gs
 
 from passes.attention_pattern import (
     HEADS_FORWARD,
+    Chain,
     Heads,
     Scores,
     chain_behind,
     check_fit,
     check_readers,
-    rows_first,
     scores_from,
 )
 from passes.base import Effect, Outcome, Refusal
@@ -77,43 +78,29 @@ class _Rule:
     def apply(self, scope: gs.Graph, softmax: gs.Node) -> bool:
         axis = softmax.attrs.get("axis", -1 if scope.opset >= 13 else 1)
         scores = scores_from(softmax.inputs[0]) if axis in (-1, 3) else None
-        chain = chain_behind(scope, softmax)
+        chain = chain_behind(scope, softmax) if scores is not None else None
         if scores is None or chain is None:
             return False
-        product, transpose, guarded = chain
-        value = rows_first(product.inputs[1])
-        check_fit(scores, value)
+        check_fit(scores, chain.value)
         check_readers(scope, scores, softmax)
-        mask = self._bias(scope, softmax, scores)
-        out, place = transpose.outputs[0], transpose
-        flat = only_consumer(scope, out, "Reshape")
-        assert value.size is not None
-        assert scores.query.heads is not None
-        whole = scores.query.heads * value.size
-        if flat is not None and flat.inputs[0] is out and _is_flat(out, flat.outputs[0], whole):
-            out, place = flat.outputs[0], flat
-        self._replace(scope, place, out, scores, value, mask, guarded, flat is place)
+        self._replace(scope, scores, chain, self._bias(scope, softmax, scores))
         return True
 
-    def _replace(
-        self,
-        scope: gs.Graph,
-        place: gs.Node,
-        out: gs.Tensor,
-        scores: Scores,
-        value: Heads,
-        mask: gs.Tensor | None,
-        guarded: bool,
-        flat: bool,
-    ) -> None:
-        """Put the operator at `place`, so that it yields `out`."""
+    def _replace(self, scope: gs.Graph, scores: Scores, chain: Chain, mask: gs.Tensor | None) -> None:
+        """Put the operator where the Transpose stands, or the Reshape behind it."""
+        value, place = chain.value, chain.transpose
+        reshape = only_consumer(scope, place.outputs[0], "Reshape")
+        flat = reshape is not None and _is_flat(place.outputs[0], reshape.outputs[0], scores.query.heads, value.size)
+        if reshape is not None and flat:
+            place = reshape
+        out = place.outputs[0]
         heads, nodes = scores.query.heads, list[gs.Node]()
         operands = [
             _flattened(operand, out, name, nodes)
             for operand, name in ((scores.query, "query"), (scores.key, "key"), (value, "value"))
         ]
         take_outputs(place)
-        result = out if flat and not guarded else new_variable(out, "attention")
+        result = out if flat and not chain.guarded else new_variable(out, "attention")
         if self.standard:
             attrs = {"q_num_heads": heads, "kv_num_heads": heads, "scale": scores.scale}
             operands += [mask] if mask is not None else []
@@ -123,7 +110,7 @@ class _Rule:
             operands += [empty, empty, mask] if mask is not None else []
             attrs = {"num_heads": heads, "scale": scores.scale}
             nodes.append(gs.Node("MultiHeadAttention", f"{out.name}/fused", attrs, operands, [result], domain=CONTRIB))
-        if guarded:
+        if chain.guarded:
             bad, zero = new_variable(out, "bad", dtype=bool), new_constant(out, "zero", np.zeros((), out.dtype))
             checked = out if flat else new_variable(out, "checked")
             nodes.append(gs.Node("IsNaN", bad.name, inputs=[result], outputs=[bad]))
@@ -210,26 +197,24 @@ class _Maker:
         return result
 
 
-def _is_flat(heads: gs.Tensor, flat: gs.Tensor, whole: int) -> bool:
-    """Whether a Reshape's result is known to be [batch, seq, heads*size] of [batch, seq, heads, size]."""
-    if heads.shape is None or rank_of(heads) != 4 or rank_of(flat) != 3 or static_dim(flat, 2) != whole:
+def _is_flat(split: gs.Tensor, flat: gs.Tensor, heads: int | None, size: int | None) -> bool:
+    """Whether of two tensors of as many elements `flat` is [batch, seq, heads*size] of `split` [batch, seq, heads, size]."""
+    if heads is None or size is None or rank_of(split) != 4 or rank_of(flat) != 3:
         return False
-    return moved_dims(heads.shape[:2], flat.shape[:2]) == [0, 1]
+    return static_dim(flat, 2) == heads * size and moved_dims(split.shape[:2], flat.shape[:2]) == [0, 1]
 
 
 def _flattened(part: Heads, out: gs.Tensor, name: str, nodes: list[gs.Node]) -> gs.Tensor:
     """[batch, seq, heads*size], the projection itself where that is known to have this shape."""
-    assert part.heads is not None
-    assert part.size is not None
-    tensor, whole = part.tensor, part.heads * part.size
+    tensor = part.tensor
     view = producer(tensor, "Reshape") if part.rows else None
-    if view is not None and _is_flat(tensor, view.inputs[0], whole):
+    if view is not None and _is_flat(tensor, view.inputs[0], part.heads, part.size):
         return view.inputs[0]
     if not part.rows:
         rows = new_variable(out, f"{name}_rows")
         nodes.append(gs.Node("Transpose", rows.name, {"perm": HEADS_FORWARD}, [tensor], [rows]))
         tensor = rows
     flat = new_variable(out, name)
-    shape = new_constant(out, f"{name}_shape", np.array([0, 0, whole]))
+    shape = new_constant(out, f"{name}_shape", np.array([0, 0, -1]))
     nodes.append(gs.Node("Reshape", flat.name, inputs=[tensor, shape], outputs=[flat]))
     return flat

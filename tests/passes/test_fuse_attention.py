@@ -296,6 +296,18 @@ def test_an_attention_node_stays(tools):
         assert not applied.outcome.changed
 
 
+def test_other_types_stay(tools):
+    lines = BODY.replace("half", "half_").splitlines()
+    model = parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> m (double[B,S,8] q, double[B,S,8] k, double[B,S,8] v) => '
+        "(double[B,S,8] y) { heads = Constant<value_ints=[0, 0, 2, 4]>() flat = Constant<value_ints=[0, 0, 8]>() "
+        f"half_ = Constant<value = double {{0.5}}>() {chr(10).join(lines)} }}"
+    )
+    applied = tools.apply(model, FuseAttention())
+    assert not applied.outcome.changed
+    assert "its type is float64" in applied.outcome.notes[0]
+
+
 def test_standard_needs_opset_23(tools):
     applied = tools.apply(model_of(BODY), FuseAttention("standard"))
     assert applied.outcome.notes == ["Attention is standard from opset 23; the graph has 21"]
