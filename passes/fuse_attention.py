@@ -198,7 +198,7 @@ class _Maker:
 
 
 def _is_flat(split: gs.Tensor, flat: gs.Tensor, heads: int | None, size: int | None) -> bool:
-    """Whether of two tensors of as many elements `flat` is [batch, seq, heads*size] of `split` [batch, seq, heads, size]."""
+    """Whether `flat`, of as many elements, is [batch, seq, heads*size] of `split` [batch, seq, heads, size]."""
     if heads is None or size is None or rank_of(split) != 4 or rank_of(flat) != 3:
         return False
     return static_dim(flat, 2) == heads * size and moved_dims(split.shape[:2], flat.shape[:2]) == [0, 1]
