@@ -128,7 +128,7 @@ class _Paged:
         what = INPUTS[index].name
         for step in (rotation.out, *(view.outputs[0] for view in path)):
             if only_consumer(scope, step) is None:
-                raise Refusal(f"the rotated {what} '{step.name}' is read elsewhere too; expected only attention to")
+                raise Refusal(f"the rotated {what} '{step.name}' is read elsewhere too; expected only by attention")
         if not any(rotation.ids is positions for positions in self.positions):
             raise Refusal(f"the {what} is rotated by '{rotation.ids.name}'; expected the graph's input '{_POSITIONS}'")
         heads = int(node.attrs["num_heads" if index == 0 else "kv_num_heads"])
