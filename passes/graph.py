@@ -211,7 +211,7 @@ def _store(constants: list[gs.Constant], file: Path) -> None:
     if not constants:
         return
     written: dict[tuple[str, int, int], tuple[int, int]] = {}
-    with file.open("wb") as stream:
+    with file.open("xb") as stream:  # never over a file that exists: it may be another name of somebody's weights
         for tensor in constants:
             if isinstance(tensor._values, FileValues):
                 key = tensor._values.place

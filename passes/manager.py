@@ -47,6 +47,8 @@ _ROUNDING = {"float16": 1e-2, "bfloat16": 5e-2}
 _NEAR_ZERO = 1e-2
 """An output whose values are all small may err by this share of its limit in absolute terms: probabilities of noise."""
 _PHRASES = {Effect.EXACT: "is exact", Effect.REORDERS: "reorders sums", Effect.PRECISION: "changes precision"}
+_PUBLISHED = ".kiln-published"
+"""Folder of a workspace for what goes to the target: the source's weights may have the same name."""
 _ONE_FILE = 2**30
 """Weights of a model that came in one file stay in it up to so many bytes."""
 _STILL_IN_USE = 0.99
@@ -81,9 +83,13 @@ class Timing:
         return None if abs(change) <= self.noise else change < 0
 
 
+class CannotJudge(Exception):  # noqa: N818 (no fault of anybody's)
+    """The gate has no means to run a model that the target may well run: a pass stays, and the report says so."""
+
+
 class Gate(Protocol):
     def __call__(self, before: Path, after: Path) -> Errors:
-        """Run both models on representative inputs. Any exception means that `after` does not run."""
+        """Run both models on representative inputs. Any exception but CannotJudge means that `after` does not run."""
         ...
 
 
@@ -182,7 +188,10 @@ class _Workspace:
             candidate = self._write(outcome.metadata)
             if gate is not None:
                 limit = limit_for(graph_pass.effect, self.graph)
-                errors, problem = _judge(graph_pass, limit, self.current, candidate, gate)
+                try:
+                    errors, problem = _judge(graph_pass, limit, self.current, candidate, gate)
+                except CannotJudge as reason:
+                    outcome.notes.append(f"not judged: {reason}")
             if clock is not None and problem is None:
                 timing = clock(self.current, candidate)
         if problem is not None:
@@ -206,19 +215,21 @@ class _Workspace:
 
     def publish(self, target: Path) -> None:
         """Weights first, the graph last; an older graph goes before its weights do, so that no mixture can be read."""
-        data = target.with_name(f"{target.name}.data")
+        data, folder = target.with_name(f"{target.name}.data"), self.folder
         used = data_files(self.graph)
         ours = [self.folder / file.relative_to(self.source_folder) for file in self.files]
         if not self.files and sum(used.values()) < _ONE_FILE:
             inline(self.graph)
         elif set(used) != set(ours) or any(used[file] < _STILL_IN_USE * file.stat().st_size for file in ours):
-            consolidate(self.graph, self.folder / data.name)
+            folder = self.folder / _PUBLISHED
+            folder.mkdir()
+            consolidate(self.graph, folder / data.name)
             ours = list(data_files(self.graph))  # none where every constant is small
         structure = self.folder / f"{target.name}.new"
         structure.write_bytes(proto_from_graph(self.graph, self.metadata).SerializeToString())
         target.unlink(missing_ok=True)
         for file in ours:
-            place = target.parent / file.relative_to(self.folder)
+            place = target.parent / file.relative_to(folder)
             place.parent.mkdir(parents=True, exist_ok=True)
             _move(file, place)
         os.replace(structure, target)
@@ -250,6 +261,8 @@ def _judge(
     """The errors, and why the pass must be undone, None where it may stay."""
     try:
         errors = gate(before, after)
+    except CannotJudge:
+        raise
     except Exception as error:  # backends' errors have no common base
         return None, f"the rewritten model does not run: {first_line(error)}"
     if limit is None or errors.relative <= limit or errors.absolute <= _NEAR_ZERO * limit:

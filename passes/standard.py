@@ -14,6 +14,7 @@ from passes.bind_attention import BindAttention
 from passes.cast_precision import CastPrecision
 from passes.fold_batch_norm import FoldBatchNorm
 from passes.fold_constants import FoldConstants
+from passes.fuse_attention import FuseAttention
 from passes.fuse_gelu import FuseGelu
 from passes.fuse_layer_norm import FuseLayerNorm
 from passes.fuse_qdq import FuseQdq
@@ -32,7 +33,7 @@ from passes.remove_no_ops import RemoveNoOps
 from passes.remove_unused import RemoveUnused
 from passes.reparameterize import Reparameterize
 from passes.sink_transposes import SinkTransposes
-from plugins.errors import KilnError
+from plugins.errors import KilnError, first_line
 
 Backend = Literal["cpu", "cuda", "tensorrt"]
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -99,6 +100,11 @@ def _rope_target(target: PassTarget) -> dict[str, Any]:
 
 _LAYOUTS: Mapping[Backend, str] = {"cpu": "cpu-int8", "cuda": "cuda", "tensorrt": "tensorrt"}
 
+
+def _attention_target(target: PassTarget) -> dict[str, Any]:
+    return {"target": "standard" if target.backend == "tensorrt" else "onnxruntime"}
+
+
 TABLE: tuple[Entry, ...] = (
     Entry(BindAttention, default=lambda target: target.backend == "cpu"),
     Entry(FoldConstants),
@@ -114,6 +120,7 @@ TABLE: tuple[Entry, ...] = (
     Entry(FuseLayerNorm, options=_norm_target),
     Entry(FuseRmsNorm, options=_norm_target),
     Entry(FuseRope, options=_rope_target),
+    Entry(FuseAttention, options=_attention_target),
     Entry(FuseGelu, options=_norm_target),
     Entry(FuseSwiglu, default=_on_ort),
     Entry(
@@ -165,9 +172,12 @@ def _made(entry: Entry, target: PassTarget, options: Mapping[str, Any]) -> Pass:
         raise KilnError(
             f"pass {entry.name} has no option {', '.join(unknown)}; it has {', '.join(known) or 'none at all'}"
         )
-    return entry.make(**{**entry.options(target), **options})
+    try:
+        return entry.make(**{**entry.options(target), **options})
+    except (TypeError, ValueError) as error:
+        raise KilnError(f"pass {entry.name}: {first_line(error)}") from error
 
 
 def describe_passes(target: PassTarget) -> Sequence[tuple[str, str, bool]]:
     """Name, effect and whether the target gets it by default, of every pass in order."""
-    return [(entry.name, entry.make.effect.value, entry.default(target)) for entry in TABLE]  # type: ignore[attr-defined]
+    return [(entry.name, _made(entry, target, {}).effect.value, entry.default(target)) for entry in TABLE]

@@ -11,7 +11,7 @@ from rich.table import Table
 from engines.sku import resolve_sku
 from passes.manager import PassReport
 from passes.onnx_model import external_files, load_structure, onnx_model_from_path
-from passes.standard import IoLayout, PassSwitches, PassTarget, Precision, describe_passes
+from passes.standard import IoLayout, PassSwitches, PassTarget, Precision, describe_passes, standard_passes
 from pipeline.optimize import OptimizeConfig, optimize
 from pipeline.pass_report import json_from_reports, result_of, table_from_reports
 from pipeline.progress import Progress
@@ -122,8 +122,9 @@ def optimize_command(
         return
     if model is None or out is None:
         raise click.UsageError("expected MODEL.onnx and --out OUT.onnx (or --list)")
-    _refuse_target(model, out, overwrite)
     switches = switches_from_options(only, enable, disable, options)
+    standard_passes(PassTarget(), switches)  # refuses unknown names before any work
+    _refuse_target(model, out, overwrite)
     config = OptimizeConfig(switches, precision, io_layout, verify, measure)
     progress = Progress(verbose=verbose)
     feeds = feeds_from_file(inputs) if inputs else None

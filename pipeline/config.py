@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from passes.standard import IoLayout, PassSwitches
+from passes.standard import IoLayout, PassSwitches, PassTarget, standard_passes
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import CACHE_ITEMSIZE, CacheDtype
 
@@ -34,6 +34,7 @@ class BuildConfig:
         ):
             if value not in known:
                 raise KilnError(f"{name} is {value!r}; expected one of {', '.join(known)}")
+        standard_passes(PassTarget(), self.passes)  # refuses unknown names before any work
         if not 1 <= self.block_size <= 256:
             raise KilnError(f"block size is {self.block_size}; expected 1 to 256 tokens")
         if self.max_context is not None and self.max_context < 1:

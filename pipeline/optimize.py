@@ -44,7 +44,7 @@ def optimize(
         raise KilnError(f"this machine cannot time graphs for SKU {sku.name}; leave --measure out")
     runs = config.verify or config.measure or config.precision != "fp32"
     plugins = [cpu_library()] if model.decoder and runs else []
-    gate = NumericGate(model, plugins, inputs) if config.verify or config.precision != "fp32" else None
+    gate = NumericGate(model, plugins, inputs, sku.is_cpu) if config.verify or config.precision != "fp32" else None
     pass_target = PassTarget(
         backend=_BACKENDS[sku.provider],
         decoder=model.decoder,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
-from passes.manager import Errors, Timing
+from passes.manager import CannotJudge, Errors, Timing
 from passes.onnx_model import DecoderSpec, OnnxModel, load_structure
 from pipeline.compare.inputs import InputSpec, input_specs_from_graph, sample_of_sizes, samples_from_inputs
 from pipeline.compare.onnx_subject import bound_graph
@@ -32,6 +32,8 @@ TIMED_TOKENS = 512
 _LONG_SIZES = {"i": (2048, 1024, 512, 256), "f": (640, 320, 160)}
 """Sizes tried for the dynamic dimensions of the long input, by kind of the input's type: tokens, or pixels."""
 _ROWS = 32
+_NO_KERNEL = "Could not find an implementation"
+"""How ONNX Runtime says that a provider lacks an operator for a type."""
 _SAMPLES = 2
 
 Feeds = Mapping[str, NDArray]
@@ -41,16 +43,31 @@ Outputs = dict[str, NDArray]
 class NumericGate:
     """A `passes.manager.Gate`. The outputs of the last model judged are kept: it is the next one's reference."""
 
-    def __init__(self, model: OnnxModel, plugins: Sequence[Path] = (), inputs: Sequence[Feeds] | None = None) -> None:
-        """`inputs` replaces the generated ones, for a model that does not take random values."""
+    def __init__(
+        self,
+        model: OnnxModel,
+        plugins: Sequence[Path] = (),
+        inputs: Sequence[Feeds] | None = None,
+        for_this_machine: bool = True,
+    ) -> None:
+        """`inputs` replaces the generated ones, for a model that does not take random values.
+
+        With `for_this_machine` False a model for which this CPU has no kernels is not judged, instead of refused.
+        """
+        self.for_this_machine = for_this_machine
         self.decoder, self.plugins = model.decoder, tuple(plugins)
         self.inputs = tuple(inputs or (() if model.decoder else generated_inputs(model, plugins)))
         self._kept: tuple[Path, list[Outputs]] | None = None
 
     def __call__(self, before: Path, after: Path) -> Errors:
-        if self._kept is None or self._kept[0] != before:
-            self._kept = (before, self._run(before))
-        found = self._run(after)
+        try:
+            if self._kept is None or self._kept[0] != before:
+                self._kept = (before, self._run(before))
+            found = self._run(after)
+        except KilnError as error:
+            if not self.for_this_machine and _NO_KERNEL in str(error):
+                raise CannotJudge("this machine's CPU has no kernels for this graph") from error
+            raise
         errors = errors_between(self._kept[1], found)
         if errors.relative == errors.relative:  # not a NaN, which no limit lets pass
             self._kept = (after, found)

@@ -202,6 +202,22 @@ def test_what_pays(after, pays):
     assert Timing(1.0, after, 0.1).pays is pays
 
 
+def test_a_target_of_the_same_name_elsewhere_leaves_the_source_alone(tmp_path):
+    """The workspace has the source's weights under their own name."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "target").mkdir()
+    model = write_model(tmp_path / "source", external=True)
+    proto = load_structure(model.path)
+    proto.graph.initializer[0].external_data[0].value = "model.onnx.data"
+    model.path.write_bytes(proto.SerializeToString())
+    (model.path.parent / "model.data").rename(model.path.parent / "model.onnx.data")
+    source = {file.name: file.read_bytes() for file in model.path.parent.iterdir()}
+    rewritten, _ = run_passes(onnx_model_from_path(model.path), tmp_path / "target" / "model.onnx", [Scale()])
+    assert {file.name: file.read_bytes() for file in model.path.parent.iterdir()} == source
+    np.testing.assert_array_equal(weight_of(rewritten.path), 2 * weight_of(model.path))
+    assert sorted(os.listdir(tmp_path / "target")) == ["model.onnx", "model.onnx.data"]
+
+
 def test_a_failure_leaves_nothing(model, tmp_path):
     def observe(report):
         raise KeyboardInterrupt

@@ -62,7 +62,11 @@ def test_the_manifest_says_what_the_bundle_is(tiny_llama_bundle, tiny_llama_fold
     assert (decoder.kv.block_size, decoder.kv.dtype, decoder.kv.bytes_per_token) == (16, "float32", 2 * 2 * 2 * 16 * 4)
     assert [plugin.operator for plugin in manifest.plugins] == ["kiln::PagedAttention"]
     assert manifest.plugins[0].abi_hash == abi_hash()
-    assert [(record.name, record.changed) for record in manifest.passes] == [("bind_attention", True)]
+    passes = {record.name: record for record in manifest.passes}
+    assert [record.name for record in manifest.passes][:2] == ["bind_attention", "fold_constants"]
+    for name, rewrites in (("bind_attention", 2), ("fuse_rms_norm", 5), ("fuse_rope", 2), ("pack_matmuls", 2)):
+        assert (passes[name].changed, passes[name].rewrites, passes[name].rolled_back) == (True, rewrites, None)
+        assert passes[name].relative_error <= passes[name].limit
     assert manifest.checks[0].value <= manifest.checks[0].limit
     assert manifest.checks[0].origin
     on_disk = {
