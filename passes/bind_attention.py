@@ -8,7 +8,7 @@ Exact: only the node's domain changes. ONNX Runtime's CPU provider has no kernel
 import onnx_graphsurgeon as gs
 
 from passes.base import Effect, Outcome
-from passes.graph import scopes
+from passes.scopes import scopes
 from plugins.paged_attention.schema import DOMAIN, EXPORT_DOMAIN, OP_TYPE
 
 

@@ -34,7 +34,6 @@ from numpy.typing import NDArray
 from onnx_graphsurgeon.ir.tensor import LazyValues
 
 from passes.base import Effect, Outcome
-from passes.graph import label, scopes
 from passes.pattern import STANDARD, consumers, is_op
 from passes.precision_islands import (
     FOLLOWERS,
@@ -48,6 +47,7 @@ from passes.precision_islands import (
     slots_of,
     structural_islands,
 )
+from passes.scopes import label, scopes
 from plugins.paged_attention.schema import OP_TYPE
 
 LowDtype = Literal["float16", "bfloat16"]

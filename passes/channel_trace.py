@@ -18,8 +18,8 @@ import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 
 from passes.base import Refusal
-from passes.graph import label
 from passes.pattern import consumers, producer, rank_of, static_dim
+from passes.scopes import label
 
 
 @dataclass(frozen=True)

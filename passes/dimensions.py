@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import onnx_graphsurgeon as gs
 
-from passes.graph import GENERATED, scopes
 from passes.pattern import axes_of, rank_of
+from passes.scopes import scopes
+from passes.shapes import GENERATED
 
 
 def unproven(first: Sequence, second: Sequence) -> int:

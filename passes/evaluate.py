@@ -22,8 +22,8 @@ from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 from onnx_graphsurgeon.ir.tensor import SparseValues
 
 from passes.base import Refusal
-from passes.graph import INLINE_LIMIT
 from passes.pattern import STANDARD, axes_of, producer, values_of
+from passes.weights import INLINE_LIMIT
 from plugins.errors import first_line
 
 OPERATORS = frozenset((

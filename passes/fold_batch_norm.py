@@ -37,7 +37,6 @@ from passes.affine import (
 )
 from passes.base import Effect, Outcome, Refusal
 from passes.convolution import window_of
-from passes.graph import label
 from passes.pattern import (
     input_of,
     new_constant,
@@ -49,6 +48,7 @@ from passes.pattern import (
     take_outputs,
     values_of,
 )
+from passes.scopes import label
 
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 

@@ -26,8 +26,10 @@ from onnx_graphsurgeon.exporters.onnx_exporter import dtype_to_onnx
 
 from passes.base import Effect, Outcome, Refusal
 from passes.evaluate import SIZE_OPERATORS, evaluate, sizes_of
-from passes.graph import constants_from_nodes, infer_shapes, label, scopes
+from passes.graph import constants_from_nodes
 from passes.pattern import consumers, is_op, is_output, new_constant, replace_uses, scalar_of, take_outputs
+from passes.scopes import label, scopes
+from passes.shapes import infer_shapes
 
 
 class FoldConstants:

@@ -8,13 +8,9 @@ The normal form that passes may rely on:
 4. initialisers that are also graph inputs (IR version 3) are constants, no inputs;
 5. the standard domain is "" and never "ai.onnx" or None.
 
-Weights stay in their files until somebody asks for them (`passes.pattern.values_of`), and `spill` puts new ones into a
-file as well, so a model larger than 2 GB is never in memory or in one protobuf message.
+Weights stay in their files (`passes.weights`) until somebody asks for them (`passes.pattern.values_of`).
 """
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,57 +18,12 @@ import onnx
 import onnx.inliner
 import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
-from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter, dtype_to_onnx
-from onnx_graphsurgeon.ir.tensor import LazyValues, SparseValues
+from onnx_graphsurgeon.ir.tensor import LazyValues
 
 from passes.onnx_model import external_files, load_structure
+from passes.scopes import label, scopes, subgraphs_of
+from passes.weights import constants_of, place
 from plugins.errors import KilnError, first_line
-
-INLINE_LIMIT = 1024
-"""Bytes up to which a constant is kept in the graph itself: shape arithmetic needs those values at hand."""
-_SUB_BYTE = {
-    onnx.TensorProto.INT4,
-    onnx.TensorProto.UINT4,
-    onnx.TensorProto.FLOAT4E2M1,
-    onnx.TensorProto.INT2,
-    onnx.TensorProto.UINT2,
-}
-GENERATED = "inferred__"
-"""How names of sizes begin that shape inference made up; each stands for one size in the whole graph."""
-_ALIGNMENT = 4096
-"""Offsets in a data file are multiples of a page, so that runtimes can map the weights."""
-
-
-class FileValues(LazyValues):
-    """Values of a constant that lie in a file; the tensor's location is relative to `folder`."""
-
-    def __init__(self, tensor: onnx.TensorProto, folder: Path) -> None:
-        super().__init__(tensor)
-        self.folder = folder
-
-    @property
-    def place(self) -> tuple[str, int, int]:
-        """Location, offset and length in bytes."""
-        entries = {entry.key: entry.value for entry in self.tensor.external_data}
-        offset = int(entries.get("offset", 0))
-        size = (self.folder / entries["location"]).stat().st_size
-        return entries["location"], offset, int(entries.get("length", size - offset))
-
-    def load(self) -> NDArray:
-        # Not through onnx's own reader, which refuses a file that has another name as well (a hard link).
-        kind = self.tensor.data_type
-        if kind in _SUB_BYTE:
-            packed = onnx.TensorProto(data_type=kind, dims=self.tensor.dims, raw_data=bytes(self.mapped()))
-            return np.asarray(onnx.numpy_helper.to_array(packed))
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind)
-        return np.frombuffer(self.mapped(), dtype).reshape(tuple(self.tensor.dims))
-
-    def mapped(self) -> memoryview:
-        """The raw bytes, mapped."""
-        location, offset, length = self.place
-        if length == 0:
-            return memoryview(b"")
-        return np.memmap(self.folder / location, np.uint8, "r", offset, (length,)).data
 
 
 def graph_from_path(path: Path) -> gs.Graph:
@@ -108,9 +59,9 @@ def graph_from_proto(proto: onnx.ModelProto, folder: Path | None = None) -> gs.G
             if node.domain in (None, "ai.onnx"):
                 node.domain = ""
         constants_from_nodes(scope)
-        if folder is not None:
-            for tensor in _constants(scope):
-                _place(tensor, folder)
+    if folder is not None:
+        for tensor in constants_of(graph):
+            place(tensor, folder)
     return graph
 
 
@@ -139,173 +90,11 @@ def proto_from_graph(graph: gs.Graph, metadata: dict[str, str] | None = None) ->
     return model
 
 
-def scopes(graph: gs.Graph) -> Iterator[gs.Graph]:
-    """The graph itself and every subgraph in it, outer before inner."""
-    yield graph
-    for node in graph.nodes:
-        for subgraph in node.subgraphs():
-            yield from scopes(subgraph)
-
-
 def tidy(graph: gs.Graph) -> None:
     """Remove nodes that nothing uses and sort the rest topologically. Raises KilnError for a cycle."""
     graph.cleanup()
     for scope in scopes(graph):
         _sort(scope)
-
-
-def infer_shapes(graph: gs.Graph) -> None:
-    """Give tensors the dtypes and shapes that ONNX's inference finds; what is known already stays."""
-    with _weights_apart(graph):
-        proto = proto_from_graph(graph)
-    small = {t.name: t for t in proto.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL}
-    for subgraph in subgraphs_of(proto.graph):  # inference knows a constant's values only in the graph that holds it
-        used = {name for node in subgraph.node for name in node.input}
-        subgraph.initializer.extend(tensor for name, tensor in small.items() if name in used)
-    try:
-        inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
-    except Exception:  # an operator of another domain may confuse it; passes then find fewer shapes
-        return
-    values = {
-        value.name: value
-        for scope in (inferred.graph, *subgraphs_of(inferred.graph))
-        for value in (*scope.value_info, *scope.output)
-        if value.type.HasField("tensor_type")
-    }
-    _rename_generated(graph, list(values.values()))
-    for scope in scopes(graph):
-        for node in scope.nodes:
-            for tensor in node.outputs:
-                if tensor.name in values and isinstance(tensor, gs.Variable):
-                    _annotate(tensor, values[tensor.name])
-
-
-def spill(graph: gs.Graph, file: Path) -> None:
-    """Move constants above INLINE_LIMIT that are in memory into `file`, which is created if there are any."""
-    _store([t for t in _all_constants(graph) if _in_memory(t)], file)
-
-
-def consolidate(graph: gs.Graph, file: Path) -> None:
-    """Put every constant above INLINE_LIMIT into one new `file`, each once; constants then refer to it."""
-    _store([t for t in _all_constants(graph) if _in_memory(t) or isinstance(t._values, FileValues)], file)
-
-
-def inline(graph: gs.Graph) -> None:
-    """Read every constant into memory, for a model that is to be one file."""
-    for tensor in _all_constants(graph):
-        if isinstance(tensor._values, FileValues):
-            tensor._values = tensor._values.load()
-
-
-def data_files(graph: gs.Graph) -> dict[Path, int]:
-    """The files that constants lie in, each with the bytes of it that are in use."""
-    used: dict[Path, dict[int, int]] = {}
-    for tensor in _all_constants(graph):
-        if isinstance(tensor._values, FileValues):
-            location, offset, length = tensor._values.place
-            used.setdefault(tensor._values.folder / location, {})[offset] = length
-    return {file: sum(places.values()) for file, places in used.items()}
-
-
-def _store(constants: list[gs.Constant], file: Path) -> None:
-    if not constants:
-        return
-    written: dict[tuple[str, int, int], tuple[int, int]] = {}
-    with file.open("xb") as stream:  # never over a file that exists: it may be another name of somebody's weights
-        for tensor in constants:
-            if isinstance(tensor._values, FileValues):
-                key = tensor._values.place
-                proto, content = tensor._values.tensor, tensor._values.mapped()
-            else:
-                proto = OnnxExporter.export_tensor_proto(tensor)
-                key, content = ("", id(tensor), 0), memoryview(_raw_bytes(proto))
-            if key not in written:
-                stream.write(b"\0" * (-stream.tell() % _ALIGNMENT))
-                written[key] = (stream.tell(), len(content))
-                stream.write(content)
-            tensor._values = FileValues(_external(proto, tensor.name, file.name, *written[key]), file.parent)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _raw_bytes(proto: onnx.TensorProto) -> bytes:
-    """Little-endian content, also of tensors that store their values in typed fields."""
-    if proto.HasField("raw_data"):
-        return proto.raw_data
-    return onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(proto)).raw_data
-
-
-def _external(proto: onnx.TensorProto, name: str, location: str, offset: int, length: int) -> onnx.TensorProto:
-    made = onnx.TensorProto(name=name, data_type=proto.data_type, dims=proto.dims)
-    made.data_location = onnx.TensorProto.EXTERNAL
-    for key, value in (("location", location), ("offset", offset), ("length", length)):
-        made.external_data.add(key=key, value=str(value))
-    return made
-
-
-def _in_memory(tensor: gs.Constant) -> bool:
-    values = tensor._values
-    if isinstance(values, (FileValues, SparseValues)) or tensor.dtype == np.dtype(object):
-        return False
-    if isinstance(values, LazyValues) and values.tensor.data_type == onnx.TensorProto.STRING:
-        return False
-    return values.nbytes > INLINE_LIMIT
-
-
-@contextmanager
-def _weights_apart(graph: gs.Graph) -> Iterator[None]:
-    """Let large constants in memory look as if they were in a file, so that only the structure is copied."""
-    kept = [(tensor, tensor._values) for tensor in _all_constants(graph) if _in_memory(tensor)]
-    try:
-        for tensor, values in kept:
-            stub = onnx.TensorProto(data_type=dtype_to_onnx(tensor.export_dtype), dims=values.shape)
-            tensor._values = LazyValues(_external(stub, tensor.name, "none", 0, values.nbytes))
-        yield
-    finally:
-        for tensor, values in kept:
-            tensor._values = values
-
-
-def _place(tensor: gs.Constant, folder: Path) -> None:
-    """Tell a constant with external data where it lies; small ones are read at once."""
-    values = tensor._values
-    if type(values) is not LazyValues or values.tensor.data_location != onnx.TensorProto.EXTERNAL:
-        return
-    placed = FileValues(values.tensor, folder)
-    location, offset, length = placed.place
-    size = (folder / location).stat().st_size
-    if offset + length > size or length < placed.nbytes // (2 if placed.nbytes else 1):
-        raise KilnError(
-            f"initialiser '{tensor.name}' needs bytes {offset} to {offset + max(length, placed.nbytes)} of external "
-            f"data file '{location}', which has {size}: it is truncated or another model's; copy or export it again"
-        )
-    tensor._values = placed.load() if placed.nbytes <= INLINE_LIMIT else placed
-    tensor.data_location = None
-
-
-def _all_constants(graph: gs.Graph) -> list[gs.Constant]:
-    """Every constant once, in order of first use."""
-    found: dict[int, gs.Constant] = {}
-    for scope in scopes(graph):
-        for tensor in _constants(scope):
-            found.setdefault(id(tensor), tensor)
-    return list(found.values())
-
-
-def _constants(scope: gs.Graph) -> Iterator[gs.Constant]:
-    for node in scope.nodes:
-        for tensor in node.inputs:
-            if isinstance(tensor, gs.Constant):
-                yield tensor
-
-
-def subgraphs_of(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Every graph inside a graph's nodes, at any depth."""
-    for node in graph.node:
-        for attribute in node.attribute:
-            for subgraph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                yield subgraph
-                yield from subgraphs_of(subgraph)
 
 
 def _refuse_lossy(graph: onnx.GraphProto) -> None:
@@ -383,35 +172,6 @@ def _constant_values(node: gs.Node) -> "NDArray | LazyValues | None":
     return None
 
 
-def _rename_generated(graph: gs.Graph, values: list[onnx.ValueInfoProto]) -> None:
-    """Give sizes that this inference named itself names of their own: it does not know those in subgraphs, say."""
-    tensors = [tensor for scope in scopes(graph) for node in scope.nodes for tensor in node.outputs]
-    taken = [size[len(GENERATED) :] for t in tensors for size in t.shape or () if str(size).startswith(GENERATED)]
-    number = 1 + max((int(digits) for digits in taken if digits.isdigit()), default=-1)
-    names: dict[str, str] = {}
-    for value in values:
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param.startswith("unk__"):
-                names.setdefault(dim.dim_param, f"{GENERATED}{number + len(names)}")
-                dim.dim_param = names[dim.dim_param]
-
-
-def _annotate(tensor: gs.Variable, value: onnx.ValueInfoProto) -> None:
-    kind = value.type.tensor_type
-    if tensor.dtype is None and kind.elem_type:
-        tensor.dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
-    if not kind.HasField("shape"):
-        return
-    dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in kind.shape.dim]
-    if tensor.shape is None:
-        tensor.shape = dims
-    elif len(tensor.shape) == len(dims):
-        tensor.shape = [
-            new if isinstance(new, int) and not isinstance(old, int) else old
-            for old, new in zip(tensor.shape, dims, strict=True)
-        ]
-
-
 def _sort(scope: gs.Graph) -> None:
     """Stable topological order: a node goes after what it, or a subgraph of it, reads in this scope."""
     position = {id(node): index for index, node in enumerate(scope.nodes)}
@@ -444,8 +204,3 @@ def _feeders(node: gs.Node, position: dict[int, int]) -> list[gs.Node]:
     for subgraph in node.subgraphs(recursive=True):
         tensors += [tensor for inner in subgraph.nodes for tensor in inner.inputs] + subgraph.outputs
     return [producer for tensor in tensors for producer in tensor.inputs if id(producer) in position]
-
-
-def label(node: gs.Node) -> str:
-    """How messages name a node: its name, else its first output."""
-    return node.name or next((tensor.name for tensor in node.outputs if tensor.name), node.op)

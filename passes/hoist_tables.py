@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from passes.base import Effect, Outcome, Refusal
 from passes.evaluate import evaluate
-from passes.graph import label, scopes
 from passes.pattern import (
     in_scope,
     is_output,
@@ -42,6 +41,7 @@ from passes.pattern import (
     take_outputs,
 )
 from passes.position_tables import RowwisePart, operands_of, positions_of, steps_between
+from passes.scopes import label, scopes
 
 _COMPARISONS = frozenset(("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"))
 _MAKERS = _COMPARISONS | {"Range", "ConstantOfShape", "EyeLike", "Trilu", "Cos", "Sin"}

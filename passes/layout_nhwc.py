@@ -27,7 +27,6 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from passes.base import Effect, Outcome
-from passes.graph import scopes
 from passes.io_layout import image_inputs, image_outputs
 from passes.nhwc_forms import TO_NCHW, TO_NHWC, Form, form_of, is_eight_bit, is_quantised_conv, new_transpose
 from passes.pattern import (
@@ -40,6 +39,7 @@ from passes.pattern import (
     rank_of,
     values_of,
 )
+from passes.scopes import scopes
 
 TARGETS = ("cpu", "cpu-int8", "cuda", "tensorrt")
 _CHANNELS_LAST = {"float32": "HWC", "uint8": "HWC", "float16": "HWC8", "bfloat16": "HWC8"}

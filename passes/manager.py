@@ -19,18 +19,12 @@ from typing import Protocol
 import onnx_graphsurgeon as gs
 
 from passes.base import Effect, Measuring, Outcome, Pass
-from passes.graph import (
-    consolidate,
-    data_files,
-    graph_from_path,
-    infer_shapes,
-    inline,
-    proto_from_graph,
-    scopes,
-    spill,
-)
+from passes.graph import graph_from_path, proto_from_graph
 from passes.onnx_model import OnnxModel, external_files, load_structure, onnx_model_from_path
+from passes.scopes import scopes
+from passes.shapes import infer_shapes
 from passes.validate import check_graph
+from passes.weights import consolidate, data_files, inline, spill
 from plugins.errors import KilnError, first_line
 
 LIMITS: Mapping[Effect, float | None] = {

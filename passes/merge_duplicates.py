@@ -25,9 +25,11 @@ import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.ir.tensor import SparseValues
 
 from passes.base import Effect, Outcome
-from passes.graph import FileValues, scopes, tidy
+from passes.graph import tidy
 from passes.pattern import CONTRIB, STANDARD, consumers, replace_uses, values_of
+from passes.scopes import scopes
 from passes.views import learn_type
+from passes.weights import FileValues
 
 COMMUTATIVE = frozenset(("Add", "Mul", "And", "Or", "Xor", "Equal", "BitwiseAnd", "BitwiseOr", "BitwiseXor"))
 NOT_FUNCTIONS = frozenset(

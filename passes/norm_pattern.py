@@ -16,7 +16,6 @@ from onnx import TensorProto
 from onnx_graphsurgeon.exporters.onnx_exporter import dtype_to_onnx
 
 from passes.base import Refusal
-from passes.graph import label
 from passes.pattern import (
     STANDARD,
     axes_of,
@@ -36,6 +35,7 @@ from passes.pattern import (
     take_outputs,
     values_of,
 )
+from passes.scopes import label
 
 _BYTES: dict[int | None, int] = {
     TensorProto.FLOAT16: 2,

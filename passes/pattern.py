@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx_graphsurgeon.ir.tensor import LazyValues
 
 from passes.base import Outcome, Refusal
-from passes.graph import label, scopes
+from passes.scopes import label, scopes
 
 STANDARD = ""
 CONTRIB = "com.microsoft"

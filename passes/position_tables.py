@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from passes.base import Refusal
 from passes.evaluate import Axis, dimension, evaluate, sizes_of
-from passes.graph import label
 from passes.pattern import producer, scalar_of
+from passes.scopes import label
 
 _ELEMENTWISE = frozenset((
     "Abs", "Add", "And", "Cast", "Ceil", "Clip", "Cos", "Div", "Equal", "Exp", "Floor", "Greater", "GreaterOrEqual",

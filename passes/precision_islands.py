@@ -28,8 +28,8 @@ import onnx
 import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 
-from passes.graph import scopes
 from passes.pattern import CONTRIB, STANDARD, consumers, is_op, producer, scalar_of, static_dim, values_of
+from passes.scopes import scopes
 
 FP32 = np.dtype(np.float32)
 

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from passes.base import Refusal
 from passes.channel_rules import RULES, shape_entry
 from passes.channel_trace import Coarser, Count, Cut, Span, Trace
-from passes.graph import label, scopes
 from passes.pattern import (
     insert_before,
     is_op,
@@ -35,6 +34,7 @@ from passes.pattern import (
     replace_uses,
     values_of,
 )
+from passes.scopes import label, scopes
 
 WEIGHTED = ("MatMul", "Gemm", "Conv", "ConvTranspose")
 """Operators whose operand 1, where constant, is a weight: groups start there, and only these weights are weighed."""

@@ -18,8 +18,9 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from passes.base import Effect, Outcome
-from passes.graph import scopes, tidy
+from passes.graph import tidy
 from passes.pattern import STANDARD, is_op, is_output
+from passes.scopes import scopes
 
 
 class RemoveUnused:

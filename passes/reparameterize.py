@@ -41,7 +41,6 @@ from passes.affine import (
 )
 from passes.base import Effect, Outcome, Refusal
 from passes.convolution import Window, window_of
-from passes.graph import label
 from passes.pattern import (
     in_scope,
     input_of,
@@ -54,6 +53,7 @@ from passes.pattern import (
     take_outputs,
     values_of,
 )
+from passes.scopes import label
 
 SUMS = ("Add", "Sum")
 

@@ -27,10 +27,11 @@ import onnx_graphsurgeon as gs
 
 from passes.axis_moves import Move, adds_elements, move_of, move_to, permuted_constant
 from passes.base import Effect, Outcome
-from passes.graph import scopes, tidy
+from passes.graph import tidy
 from passes.minimum_cut import UNCUT, minimum_cut
 from passes.pattern import STANDARD, consumers, insert_before, is_op, producer, values_of
 from passes.remove_no_ops import give_way
+from passes.scopes import scopes
 from passes.views import Permutation, compose_transposes, inverse, is_identity, permutation_of
 
 PERMUTED, PLAIN = "permuted", "plain"

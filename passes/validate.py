@@ -10,7 +10,8 @@ Knows nothing of other domains' operators, nor of those that ONNX Runtime adds t
 import onnx
 import onnx_graphsurgeon as gs
 
-from passes.graph import label, proto_from_graph, subgraphs_of, tidy
+from passes.graph import proto_from_graph, tidy
+from passes.scopes import label, subgraphs_of
 from plugins.errors import KilnError, first_line
 
 RUNTIME_OPERATORS = frozenset({"LayerNormalization", "SimplifiedLayerNormalization"})

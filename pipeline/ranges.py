@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from engines.backends.onnxruntime import CPU, ort_message, session_from_file
 from passes.bind_attention import BindAttention
-from passes.graph import graph_from_path, infer_shapes, proto_from_graph
+from passes.graph import graph_from_path, proto_from_graph
 from passes.manager import link_or_copy
 from passes.onnx_model import external_files, load_structure
+from passes.shapes import infer_shapes
 from plugins.errors import KilnError
 
 

@@ -29,11 +29,14 @@ from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from passes.fuse_qdq import FuseQdq
-from passes.graph import consolidate, graph_from_path, infer_shapes, proto_from_graph, scopes, tidy
+from passes.graph import graph_from_path, proto_from_graph, tidy
 from passes.io_layout import IoLayoutNhwc
 from passes.layout_nhwc import LayoutNhwc
 from passes.nhwc_forms import TO_NCHW, TO_NHWC
 from passes.pattern import STANDARD, new_constant, new_variable, replace_node, take_outputs, values_of
+from passes.scopes import scopes
+from passes.shapes import infer_shapes
+from passes.weights import consolidate
 
 
 @dataclass

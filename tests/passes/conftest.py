@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from passes.base import Outcome, Pass
-from passes.graph import graph_from_proto, infer_shapes, proto_from_graph
+from passes.graph import graph_from_proto, proto_from_graph
+from passes.shapes import infer_shapes
 from passes.validate import check_graph
 
 Feeds = Mapping[str, NDArray]

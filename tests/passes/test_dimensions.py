@@ -4,7 +4,8 @@ import pytest
 from onnx import parser
 
 from passes.dimensions import moved_axes, moved_dims, unify_symbols, unproven
-from passes.graph import graph_from_proto, infer_shapes
+from passes.graph import graph_from_proto
+from passes.shapes import infer_shapes
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from onnx import numpy_helper, parser
 from onnx_graphsurgeon.ir.tensor import LazyValues
 
 from passes.fold_constants import FoldConstants
-from passes.graph import FileValues, graph_from_path, graph_from_proto, infer_shapes
+from passes.graph import graph_from_path, graph_from_proto
+from passes.shapes import infer_shapes
+from passes.weights import FileValues
 
 RNG = np.random.default_rng(0)
 

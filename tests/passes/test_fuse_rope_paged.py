@@ -11,9 +11,11 @@ from onnx import helper, numpy_helper
 
 from passes.bind_attention import BindAttention
 from passes.fuse_rope import FuseRope
-from passes.graph import consolidate, graph_from_path, infer_shapes, proto_from_graph
+from passes.graph import graph_from_path, proto_from_graph
 from passes.hoist_tables import HoistTables
+from passes.shapes import infer_shapes
 from passes.validate import check_graph
+from passes.weights import consolidate
 from plugins.build import cpu_library
 from plugins.paged_attention.schema import DOMAIN, EXPORT_DOMAIN
 from tests.passes.rope_models import CONSTANTS, SPELLINGS, tables

@@ -6,20 +6,11 @@ import onnx_graphsurgeon as gs
 import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
-from passes.graph import (
-    FileValues,
-    consolidate,
-    data_files,
-    graph_from_path,
-    graph_from_proto,
-    infer_shapes,
-    inline,
-    proto_from_graph,
-    scopes,
-    spill,
-    tidy,
-)
+from passes.graph import graph_from_path, graph_from_proto, proto_from_graph, tidy
 from passes.pattern import values_of
+from passes.scopes import scopes
+from passes.shapes import infer_shapes
+from passes.weights import FileValues, consolidate, data_files, inline, spill
 from plugins.errors import KilnError
 
 FUNCTIONS = """

@@ -5,9 +5,10 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from passes.graph import graph_from_proto, infer_shapes
+from passes.graph import graph_from_proto
 from passes.io_layout import IoLayoutNhwc
 from passes.layout_nhwc import LayoutNhwc
+from passes.shapes import infer_shapes
 
 NHWC = [0, 2, 3, 1]
 WEIGHTS = {"w": (4, 3, 3, 3), "v": (4, 3, 2, 2)}

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from passes.base import Effect
-from passes.graph import graph_from_proto, infer_shapes
+from passes.graph import graph_from_proto
 from passes.layout_nhwc import LayoutNhwc
+from passes.shapes import infer_shapes
 
 QCONV, UINT8, FLOAT = "com.microsoft::QLinearConv", TensorProto.UINT8, TensorProto.FLOAT
 BORDERS = ["Transpose", QCONV, "Transpose"]

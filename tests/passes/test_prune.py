@@ -6,10 +6,12 @@ import onnxruntime
 import pytest
 from onnx import parser
 
-from passes.graph import consolidate, graph_from_path, graph_from_proto, infer_shapes, proto_from_graph
+from passes.graph import graph_from_path, graph_from_proto, proto_from_graph
 from passes.prune import PruneStructure
 from passes.prune_groups import find_groups
+from passes.shapes import infer_shapes
 from passes.validate import check_graph
+from passes.weights import consolidate
 
 HEAD = '<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1, "kiln" : 1]>'
 
