@@ -141,12 +141,14 @@ TABLE: tuple[Entry, ...] = (
     Entry(LayoutNhwc, options=lambda target: {"target": _LAYOUTS[target.backend]}),
     Entry(SinkTransposes),
     Entry(RemoveUnused),
+    Entry(RemoveNoOps),  # once more: what the passes above left
+    Entry(MergeDuplicates),
 )
 
 
 def pass_names() -> tuple[str, ...]:
-    """All passes, in order."""
-    return tuple(entry.name for entry in TABLE)
+    """All passes, in order; one that runs twice is named once."""
+    return tuple(dict.fromkeys(entry.name for entry in TABLE))
 
 
 def standard_passes(target: PassTarget, switches: PassSwitches = PassSwitches()) -> list[Pass]:
@@ -180,4 +182,7 @@ def _made(entry: Entry, target: PassTarget, options: Mapping[str, Any]) -> Pass:
 
 def describe_passes(target: PassTarget) -> Sequence[tuple[str, str, bool]]:
     """Name, effect and whether the target gets it by default, of every pass in order."""
-    return [(entry.name, _made(entry, target, {}).effect.value, entry.default(target)) for entry in TABLE]
+    entries = {entry.name: entry for entry in reversed(TABLE)}
+    return [
+        (name, _made(entries[name], target, {}).effect.value, entries[name].default(target)) for name in pass_names()
+    ]

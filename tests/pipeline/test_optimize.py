@@ -67,7 +67,7 @@ def report_of(net, *arguments):
     code, text = optimize(net, "--out", out, "--overwrite", "--json", *arguments)
     assert code == 0, text
     document = json.loads(text)
-    return out, {record["name"]: record for record in document["passes"]}
+    return out, {record["name"]: record for record in reversed(document["passes"])}  # clean-ups run twice
 
 
 def operators(path):
@@ -96,7 +96,7 @@ def test_every_pass_has_a_switch(net, name):
     _, without = report_of(net, "--disable", name)
     assert name not in without
     _, only = report_of(net, "--only", name)
-    assert list(only) == [name]
+    assert set(only) == {name}
     assert only[name]["changed"]
 
 
