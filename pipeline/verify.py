@@ -16,7 +16,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
+from engines.backends.onnxruntime import ALTERNATING, OnnxRuntimeDecoder, OnnxRuntimeModel
 from passes.manager import CannotJudge, Errors, Timing
 from passes.onnx_model import DecoderSpec, OnnxModel, load_structure
 from pipeline.compare.inputs import InputSpec, input_specs_from_graph, sample_of_sizes, samples_from_inputs
@@ -121,7 +121,7 @@ class StepClock:
 
     def _call(self, path: Path, folder: Path) -> Callable[[], object]:
         if self.decoder is None:
-            model = OnnxRuntimeModel(path, plugins=self.plugins, threads=self.threads)
+            model = OnnxRuntimeModel(path, plugins=self.plugins, threads=self.threads, config=ALTERNATING)
             assert self.feeds is not None
             feeds = to_model(self.feeds, permutations_from_path(path))
             return lambda: model.infer(feeds)
@@ -134,6 +134,7 @@ class StepClock:
             inputs.block_table.size,
             plugins=self.plugins,
             threads=self.threads,
+            config=ALTERNATING,
         )
         return lambda: decoder.step(inputs)
 

@@ -20,6 +20,11 @@ from plugins.paged_attention.schema import CACHE_ITEMSIZE, LOGITS, STEP_INPUTS, 
 
 CPU = "CPUExecutionProvider"
 
+ALTERNATING = {"session.force_spinning_stop": "1"}
+"""Session configuration for sessions that take turns: their threads rest between runs instead of holding the cores."""
+_SLOWER_ON_CPU = ["SkipLayerNormFusion"]
+"""ONNX Runtime's own rewrites that cost time on its CPU provider. Its kernel for residual and norm together takes twice
+(RMSNorm) to four times (LayerNorm) as long as the two apart: 318 against 141 us at [512, 576], docs/passes.md."""
 _ALIGNMENT = 64
 """Cache line, and one AVX-512 register."""
 _ONNX_TYPE = {"float32": 1, "float16": 10, "bfloat16": 16}
@@ -49,6 +54,7 @@ class OnnxRuntimeDecoder:
         plugins: libraries with the graph's custom operators.
         threads: threads of one step; None uses every CPU that this process may run on.
         optimized: False runs the graph as it is, without ONNX Runtime's own rewrites, to judge a graph by itself.
+        config: session configuration entries of ONNX Runtime.
 
     Raises KilnError when the graph cannot be loaded, does not follow the schema, or memory is short.
     """
@@ -63,13 +69,14 @@ class OnnxRuntimeDecoder:
         plugins: Sequence[Path] = (),
         threads: int | None = None,
         optimized: bool = True,
+        config: Mapping[str, str] | None = None,
     ) -> None:
         if provider != CPU:
             raise KilnError(f"the paged cache runs on {CPU} for now, found provider {provider}; build for --sku cpu")
         _check_pool(kv, num_blocks)
         self.kv = kv
         self.num_blocks = num_blocks
-        self._session = session_from_file(engine, provider, plugins, threads, optimized)
+        self._session = session_from_file(engine, provider, plugins, threads, optimized, config)
         _check_serving_graph(engine, self._session, kv)
         outputs = {node.name: node for node in self._session.get_outputs()}
         self._vocabulary: int = outputs[LOGITS].shape[1]
@@ -137,8 +144,9 @@ class OnnxRuntimeModel:
         plugins: Sequence[Path] = (),
         threads: int | None = None,
         optimized: bool = True,
+        config: Mapping[str, str] | None = None,
     ) -> None:
-        self._session = session_from_file(engine, provider, plugins, threads, optimized)
+        self._session = session_from_file(engine, provider, plugins, threads, optimized, config)
         self._inputs: dict[str, tuple[str, tuple[int | str | None, ...]]] = {}
         for node in self._session.get_inputs():
             if node.type not in _NUMPY_TYPE:
@@ -191,7 +199,12 @@ class OnnxRuntimeModel:
 
 
 def session_from_file(
-    engine: Path, provider: str, plugins: Sequence[Path], threads: int | None, optimized: bool = True
+    engine: Path,
+    provider: str,
+    plugins: Sequence[Path],
+    threads: int | None,
+    optimized: bool = True,
+    config: Mapping[str, str] | None = None,
 ) -> Any:
     """An ONNX Runtime session. Raises KilnError naming the missing file, library, provider or operator."""
     if threads is not None and threads < 1:
@@ -217,6 +230,8 @@ def session_from_file(
     options.enable_mem_pattern = False
     if not optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    for key, value in (config or {}).items():
+        options.add_session_config_entry(key, value)
     options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
     for plugin in plugins:
         try:
@@ -226,7 +241,12 @@ def session_from_file(
                 f"cannot load the operator library {plugin}: {ort_message(error)}; rebuild the bundle on this machine"
             ) from error
     try:
-        return onnxruntime.InferenceSession(str(engine), options, providers=list(dict.fromkeys((provider, CPU))))
+        return onnxruntime.InferenceSession(
+            str(engine),
+            options,
+            providers=list(dict.fromkeys((provider, CPU))),
+            disabled_optimizers=_SLOWER_ON_CPU if provider == CPU else None,
+        )
     except Exception as error:
         raise KilnError(
             f"ONNX Runtime {onnxruntime.__version__} cannot load {engine}: {ort_message(error)}; "
