@@ -92,12 +92,17 @@ class PassRecord(Record):
 
 
 class CheckRecord(Record):
-    """A numeric check that the bundle passed before it was published."""
+    """A numeric check that the bundle passed before it was published; `limit` None: reported, not judged."""
 
     name: str
     value: float
-    limit: float
+    limit: float | None
     origin: str
+
+    def sentence(self) -> str:
+        """For people."""
+        limit = "no limit" if self.limit is None else f"limit {self.limit:.0e}"
+        return f"error {self.value:.1e}, {limit} ({self.origin})"
 
 
 class Manifest(Record):

@@ -38,7 +38,7 @@ LIMITS: Mapping[Effect, float | None] = {
 
 _ROUNDING = {"float16": 1e-2, "bfloat16": 5e-2}
 """What a few roundings of a type, in another order, may add up to: about ten of its last bits (a convention)."""
-_NEAR_ZERO = 1e-2
+NEAR_ZERO = 1e-2
 """An output whose values are all small may err by this share of its limit in absolute terms: probabilities of noise."""
 _PHRASES = {Effect.EXACT: "is exact", Effect.REORDERS: "reorders sums", Effect.PRECISION: "changes precision"}
 _PUBLISHED = ".kiln-published"
@@ -259,7 +259,7 @@ def _judge(
         raise
     except Exception as error:  # backends' errors have no common base
         return None, f"the rewritten model does not run: {first_line(error)}"
-    if limit is None or errors.relative <= limit or errors.absolute <= _NEAR_ZERO * limit:
+    if limit is None or errors.relative <= limit or errors.absolute <= NEAR_ZERO * limit:
         return errors, None
     return errors, (
         f"relative error {errors.relative:.2g} at output '{errors.output}' is above {limit:.0e}, the limit for a pass "

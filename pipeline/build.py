@@ -22,8 +22,9 @@ from engines.manifest import (
     TensorRecord,
 )
 from engines.sku import Sku, host_cpu_features, resolve_sku
+from passes.base import Effect
 from passes.onnx_model import OnnxModel, Tensor, external_files, load_structure, onnx_model_from_path
-from pipeline.check import check_against_torch, check_against_unoptimised, check_decoder_alone
+from pipeline.check import check_against_torch, check_against_unoptimised
 from pipeline.config import BuildConfig
 from pipeline.export import export_model
 from pipeline.forecast import (
@@ -186,8 +187,9 @@ def _build_for_sku(inputs: _Inputs, sku: Sku, path: Path, config: BuildConfig, p
             (progress.note if report.rolled_back else progress.detail)(f"{report.name}: {result_of(report)}")
         passes = tuple(record_from_report(report) for report in reports)
         with progress.stage(f"{sku.name}: check"):
-            check = _check(inputs, model, folder, plugins)
-        progress.note(f"{check.name}: error {check.value:.1e}, limit {check.limit:.0e} ({check.origin})")
+            changed = any(report.changed and report.effect is Effect.MODEL for report in reports)
+            check = _check(inputs, model, folder, plugins, changed)
+        progress.note(f"{check.name}: {check.sentence()}")
         with progress.stage(f"{sku.name}: digests"):
             _save_tokenizer(inputs.torch_model, folder)
             return _manifest(inputs, model, sku, config, folder, plugins, passes, check)
@@ -209,13 +211,13 @@ def _save_tokenizer(model: TorchModel | None, folder: Path) -> None:
         model.tokenizer.save_pretrained(folder / TOKENIZER)
 
 
-def _check(inputs: _Inputs, model: OnnxModel, folder: Path, plugins: Sequence[PluginRecord]) -> CheckRecord:
+def _check(
+    inputs: _Inputs, model: OnnxModel, folder: Path, plugins: Sequence[PluginRecord], changed: bool
+) -> CheckRecord:
     libraries = [folder / plugin.file for plugin in plugins]
     if inputs.torch_model is not None:
-        return check_against_torch(inputs.torch_model, model.path, model.decoder, libraries)
-    if model.decoder is not None:
-        return check_decoder_alone(model.path, model.decoder, libraries)
-    return check_against_unoptimised(inputs.onnx_model, model.path, libraries, inputs.feeds)
+        return check_against_torch(inputs.torch_model, model.path, model.decoder, libraries, changed)
+    return check_against_unoptimised(inputs.onnx_model, model.path, libraries, inputs.feeds, changed)
 
 
 def _manifest(

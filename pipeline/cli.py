@@ -208,7 +208,7 @@ def _bundle_table(bundle: EngineBundle) -> Table:
     for graph_pass in manifest.passes:
         rows[f"pass {graph_pass.name}"] = _pass_line(graph_pass)
     for check in manifest.checks:
-        rows[check.name] = f"error {check.value:.2e}, limit {check.limit:.0e}: {check.origin}"
+        rows[check.name] = check.sentence()
     rows["files"] = "\n".join(f"{name}  {size(record.bytes)}" for name, record in manifest.files.items())
     for name, text in rows.items():
         table.add_row(name, text)

@@ -9,9 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from engines.sku import resolve_sku
+from passes.graph import graph_from_path, tidy
 from passes.manager import PassReport
 from passes.onnx_model import external_files, load_structure, onnx_model_from_path
+from passes.prune import PruneStructure
+from passes.prune_groups import find_groups
+from passes.shapes import infer_shapes
 from passes.standard import IoLayout, PassSwitches, PassTarget, Precision, describe_passes, standard_passes
+from passes.validate import check_graph
 from pipeline.optimize import OptimizeConfig, optimize
 from pipeline.pass_report import json_from_reports, result_of, table_from_reports
 from pipeline.progress import Progress
@@ -31,11 +36,21 @@ def switches_from_options(
         name, dot, key = place.partition(".")
         if not (equals and dot and key):
             raise KilnError(f"pass option '{text}' is not NAME.KEY=VALUE, as in fold_constants.size_limit=1048576")
-        try:
-            chosen.setdefault(name, {})[key] = json.loads(value)
-        except ValueError:
-            chosen.setdefault(name, {})[key] = value  # a bare word
+        chosen.setdefault(name, {})[key] = _value(value)
     return PassSwitches(_names(only), _split(enable), _split(disable), chosen)
+
+
+def _value(text: str) -> Any:
+    """JSON, from a file after an @, or else the bare word."""
+    if text.startswith("@"):
+        try:
+            return json.loads(Path(text[1:]).read_text())
+        except (OSError, ValueError) as error:
+            raise KilnError(f"{text[1:]} cannot be read as JSON: {error}") from error
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _names(text: str | None) -> tuple[str, ...]:
@@ -55,7 +70,11 @@ def pass_options(command: Any) -> Any:
             help="An .npz with one set of inputs, for a model that random ones do not suit.",
         ),
         click.option(
-            "--pass-option", "options", multiple=True, metavar="NAME.KEY=VALUE", help="An option of one pass."
+            "--pass-option",
+            "options",
+            multiple=True,
+            metavar="NAME.KEY=VALUE",
+            help="An option of one pass: JSON, a word, or @FILE.json.",
         ),
         click.option("--only", metavar="NAME,...", help="Run these passes and no others."),
         click.option("--enable", multiple=True, metavar="NAME", help="Run a pass that is off by default."),
@@ -92,6 +111,7 @@ def pass_options(command: Any) -> Any:
 )
 @pass_options
 @click.option("--overwrite", is_flag=True, help="Replace OUT where it exists.")
+@click.option("--list-groups", is_flag=True, help="List what prune_structure can remove from MODEL, and stop.")
 @click.option("--list", "list_passes", is_flag=True, help="List the passes and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 @click.option("--verbose", is_flag=True, help="Show what each pass left alone, and why.")
@@ -109,6 +129,7 @@ def optimize_command(
     measure: bool,
     inputs: Path | None,
     overwrite: bool,
+    list_groups: bool,
     list_passes: bool,
     as_json: bool,
     verbose: bool,
@@ -119,6 +140,9 @@ def optimize_command(
     """
     if list_passes:
         _print_passes(as_json)
+        return
+    if model is not None and list_groups:
+        _print_groups(model, as_json)
         return
     if model is None or out is None:
         raise click.UsageError("expected MODEL.onnx and --out OUT.onnx (or --list)")
@@ -164,6 +188,29 @@ def _refuse_target(model: Path, out: Path, overwrite: bool) -> None:
                 )
     if out.exists() and not overwrite:
         raise KilnError(f"{out} exists; choose another name, or add --overwrite")
+
+
+def _print_groups(model: Path, as_json: bool) -> None:
+    """Of the graph as prune_structure will meet it: after the passes in front of it."""
+    graph = graph_from_path(model)
+    check_graph(graph)
+    for graph_pass in standard_passes(PassTarget(), PassSwitches(enable=(PruneStructure.name,))):
+        if graph_pass.name == PruneStructure.name:
+            break
+        infer_shapes(graph)
+        graph_pass.call(graph)
+        tidy(graph)
+    groups, reasons = find_groups(graph)
+    if as_json:
+        rows = [{"name": group.name, "kind": group.kind, "units": group.units} for group in groups]
+        print(json.dumps({"groups": rows, "cannot_be_pruned": reasons}))
+        return
+    table = Table()
+    for heading in ("group", "kind", "units"):
+        table.add_column(heading, overflow="fold")
+    for group in groups:
+        table.add_row(group.name, group.kind, str(group.units))
+    Console().print(table)
 
 
 def _print_passes(as_json: bool) -> None:

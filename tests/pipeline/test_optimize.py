@@ -222,6 +222,32 @@ def test_a_build_reports_its_passes_and_takes_their_switches(net, silent, tmp_pa
         BuildConfig(passes=PassSwitches(only=("nothing",)))
 
 
+def test_groups_are_listed_and_a_keep_list_is_taken_from_a_file(net, tmp_path, silent):
+    code, text = optimize(net, "--list-groups", "--json")
+    assert code == 0
+    (group,) = json.loads(text)["groups"]
+    assert (group["kind"], group["units"]) == ("conv", 8)
+    keep = tmp_path / "keep.json"
+    keep.write_text(json.dumps({group["name"]: [0, 3, 5]}))
+    out, passes = report_of(net, "--enable", "prune_structure", "--pass-option", f"prune_structure.keep=@{keep}")
+    assert passes["prune_structure"]["rewrites"] == 1
+    assert {tuple(tensor.dims) for tensor in onnx.load(out).graph.initializer} >= {(3, 3, 3, 3), (3, 5)}
+    keep.write_text("{")
+    code, text = optimize(net, "--out", tmp_path / "x.onnx", "--pass-option", f"prune_structure.keep=@{keep}")
+    assert (code, "keep.json cannot be read as JSON" in text) == (2, True)
+
+
+def test_a_pruned_model_is_published_with_its_error_and_without_a_limit(net, silent, tmp_path):
+    switches = PassSwitches(enable=("prune_structure",), options={"prune_structure": {"conv": 0.5}})
+    manifest = build(str(net), ["cpu"], BuildConfig(out=tmp_path / "bundle", passes=switches), silent)[
+        0
+    ].bundle.manifest
+    (check,) = manifest.checks
+    assert check.limit is None
+    assert check.value > 1e-3
+    assert "no limit (the model was changed on request" in check.sentence()
+
+
 def test_switches_from_texts():
     switches = switches_from_options("a, b", ("c,d", "e"), (), ("a.x=1", "a.y=word", "b.z=[1, 2]"))
     assert switches.only == ("a", "b")
