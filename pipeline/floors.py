@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from passes.onnx_model import DecoderSpec, load_structure
-from plugins.paged_attention.schema import LOGITS, OP_TYPE
+from plugins.paged_attention.schema import INPUTS, LOGITS, OP_TYPE
 
 if TYPE_CHECKING:
     import onnx
 
 _PRODUCTS = {"MatMul", "Gemm"}
-_COUNTED = {*_PRODUCTS, "Conv"}
+_COUNTED = {*_PRODUCTS, "Conv", "QLinearConv", "MultiHeadAttention"}
+_ROTATIONS = tuple(i for i, spec in enumerate(INPUTS) if spec.name in ("cos_cache", "sin_cache"))
+_ROW_TABLES = {"Gather": (0,), OP_TYPE: _ROTATIONS}
+"""Operator to the inputs of which it reads a few rows only."""
 _SAME_VALUES = {"Transpose", "Cast", "Identity", "Reshape"}
 
 
@@ -129,7 +132,11 @@ def _operations(call: Mapping[str, Any]) -> float:
     inputs = [tuple(shape) for entry in call["input_type_shape"] for shape in entry.values()]
     outputs = [tuple(shape) for entry in call["output_type_shape"] for shape in entry.values()]
     first, second, output = inputs[0], inputs[1], outputs[0]
-    if call["op_name"] == "Conv":
+    if call["op_name"] == "MultiHeadAttention":  # [batch, queries, hidden] and [batch, keys, hidden]; two products
+        return 4.0 * math.prod(first) * second[1]
+    if call["op_name"] == "QLinearConv":
+        second = inputs[3]
+    if call["op_name"] in ("Conv", "QLinearConv"):
         length = math.prod(second[1:])  # channels of the group, and the kernel
     elif call["op_name"] == "Gemm":
         length = math.prod(first) // output[0]  # whichever way the first operand lies
@@ -151,7 +158,7 @@ def _read_whole(graph: "onnx.GraphProto", weights: Mapping[str, "onnx.TensorProt
         name
         for node in graph.node
         for place, name in enumerate(node.input)
-        if name in weights and not (node.op_type == "Gather" and place == 0)
+        if name in weights and place not in _ROW_TABLES.get(node.op_type, ())
     }
 
 

@@ -195,3 +195,14 @@ print(int(high), int(low), int(peak_memory()))
     high, low, again = map(int, result.stdout.split())
     assert high - low > 120 << 20
     assert 30 << 20 < again - low < 40 << 20
+
+
+def test_operations_of_fused_attention(tmp_path):
+    text = """<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+    main (float[b,5,16] q, float[b,7,16] k, float[b,7,16] v) => (float[b,5,16] y) {
+        y = com.microsoft.MultiHeadAttention <num_heads = 4> (q, k, v)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "attention.onnx")
+    feeds = {name: np.zeros((3, length, 16), np.float32) for name, length in (("q", 5), ("k", 7), ("v", 7))}
+    scores = mixed = 2 * 3 * 5 * 7 * 16
+    assert plain_operations(tmp_path / "attention.onnx", feeds) == scores + mixed

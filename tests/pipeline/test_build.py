@@ -275,7 +275,7 @@ def test_the_forecast_is_what_the_engine_holds(tiny_llama_folder, tiny_llama_bun
     forecast, decoder = built.forecast, built.bundle.manifest.decoder
     assert forecast.kv_bytes_per_token == decoder.kv.bytes_per_token
     data = built.bundle.manifest.files["engine.onnx.data"].bytes
-    assert forecast.weights == pytest.approx(data, rel=0.02)
+    assert forecast.weights == pytest.approx(data, rel=0.06)  # tensors begin at whole pages
     assert set(forecast.sequences) == {256}
     room = int(forecast.memory * 0.9) - forecast.weights
     assert forecast.sequences[256] == room // (256 * decoder.kv.bytes_per_token)
