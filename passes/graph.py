@@ -6,7 +6,8 @@ The normal form that passes may rely on:
 2. tensor names are unique over the main graph and all subgraphs;
 3. constants are `gs.Constant` tensors: a Constant node remains only where it is a graph's own output;
 4. initialisers that are also graph inputs (IR version 3) are constants, no inputs;
-5. the standard domain is "" and never "ai.onnx" or None.
+5. the standard domain is "" and never "ai.onnx" or None;
+6. an unknown size is None and never -1 or "?", which would pass for one size everywhere.
 
 Weights stay in their files (`passes.weights`) until somebody asks for them (`passes.pattern.values_of`).
 """
@@ -20,7 +21,7 @@ import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 from onnx_graphsurgeon.ir.tensor import LazyValues
 
-from passes.onnx_model import external_files, load_structure
+from passes.onnx_model import external_files, known_size, load_structure
 from passes.scopes import label, scopes, subgraphs_of
 from passes.weights import constants_of, place
 from plugins.errors import KilnError, first_line
@@ -55,6 +56,7 @@ def graph_from_proto(proto: onnx.ModelProto, folder: Path | None = None) -> gs.G
     graph = gs.import_onnx(proto)
     _make_names_unique(graph)
     for scope in scopes(graph):
+        _forget_unknown_sizes(scope)
         for node in scope.nodes:
             if node.domain in (None, "ai.onnx"):
                 node.domain = ""
@@ -139,6 +141,12 @@ def _make_names_unique(graph: gs.Graph) -> None:
                 own.CopyFrom(tensor._values.tensor)
                 tensor._values = LazyValues(own)
             owners[tensor.name] = tensor
+
+
+def _forget_unknown_sizes(scope: gs.Graph) -> None:
+    for tensor in (*scope.inputs, *(tensor for node in scope.nodes for tensor in node.outputs)):
+        if isinstance(tensor, gs.Variable) and tensor.shape is not None:
+            tensor.shape = [known_size(size) for size in tensor.shape]
 
 
 def constants_from_nodes(scope: gs.Graph) -> None:

@@ -145,16 +145,19 @@ def _tensors(graph: "onnx.GraphProto") -> "Iterator[onnx.TensorProto]":
                 yield from _tensors(subgraph)
 
 
+def known_size(size: int | str | None) -> int | str | None:
+    """A dimension as a file states it; None where exporters write -1 or "?", each time for another unknown size."""
+    return None if size in (None, "", "?") or (isinstance(size, int) and size < 0) else size
+
+
 def _tensor(value: "onnx.ValueInfoProto") -> Tensor:
     import onnx
 
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type"):
         raise KilnError(f"input or output '{value.name}' is not a tensor; Kiln builds models of tensors only")
-    dims = tuple(
-        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{value.name}_{axis}"
-        for axis, dim in enumerate(kind.shape.dim)
-    )
+    stated = [known_size(dim.dim_value if dim.HasField("dim_value") else dim.dim_param) for dim in kind.shape.dim]
+    dims = tuple(f"{value.name}_{axis}" if size is None else size for axis, size in enumerate(stated))
     try:
         dtype = str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
     except KeyError as error:

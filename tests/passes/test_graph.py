@@ -71,6 +71,19 @@ def test_the_standard_domain_has_one_name():
     onnx.checker.check_model(proto_from_graph(graph))
 
 
+def test_sizes_that_a_file_does_not_know_are_unknown():
+    model = parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> m (float[n,3,h,w] x) => (float[n,3,h,w] y) { y = Relu(x) }'
+    )
+    for value in (model.graph.input[0], model.graph.output[0]):
+        dims = value.type.tensor_type.shape.dim
+        dims[0].dim_value = -1
+        dims[2].dim_param = dims[3].dim_param = "?"
+    graph = graph_from_proto(model)
+    infer_shapes(graph)
+    assert [tensor.shape for tensor in (*graph.inputs, *graph.outputs)] == [[None, 3, None, None]] * 2
+
+
 def branching(then: float, otherwise: float) -> onnx.ModelProto:
     """Both branches use the same names for different tensors and constants."""
 

@@ -74,6 +74,16 @@ def test_reads_names_shapes_decoder_and_sizes(tmp_path):
     assert model.parameters == 12
 
 
+@pytest.mark.parametrize(("stated", "found"), [(-1, "x_0"), ("?", "x_0"), ("", "x_0"), (0, 0), ("n", "n")])
+def test_unknown_sizes_get_names_of_their_own(tmp_path, stated, found):
+    proto = onnx.load_model_from_string(CONTENT)
+    dim = proto.graph.input[0].type.tensor_type.shape.dim[0]
+    setattr(dim, "dim_value" if isinstance(stated, int) else "dim_param", stated)
+    model = read(tmp_path / "m.onnx", proto.SerializeToString())
+    assert model is not None
+    assert model.inputs[0].shape == (found, 3)
+
+
 def test_every_truncation_is_refused_or_still_whole(tmp_path):
     refused = [length for length in range(len(CONTENT)) if read(tmp_path / "m.onnx", CONTENT[:length]) is None]
     assert set(range(len(CONTENT) // 2)) <= set(refused)
