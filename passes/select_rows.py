@@ -146,8 +146,10 @@ def _slice_choice(node: gs.Node, rank: int) -> _Choice | None:
     if axes is None or len(axes) != 1 or values[0] is None or values[1] is None or step is None:
         return None
     start, end, stride = (int(value.reshape(-1)[0]) for value in (values[0], values[1], step))
-    if start < 0 and end >= _OPEN:
+    if end >= _OPEN:
         end = 0
+        if start >= 0:
+            return None
     elif (start < 0) != (end < 0):
         return None
     if stride < 1 or end <= start:

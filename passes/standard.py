@@ -32,6 +32,7 @@ from passes.prune import PruneStructure
 from passes.remove_no_ops import RemoveNoOps
 from passes.remove_unused import RemoveUnused
 from passes.reparameterize import Reparameterize
+from passes.select_rows import SelectRows
 from passes.sink_transposes import SinkTransposes
 from plugins.errors import KilnError, first_line
 
@@ -123,6 +124,7 @@ TABLE: tuple[Entry, ...] = (
     Entry(FuseAttention, options=_attention_target),
     Entry(FuseGelu, options=_norm_target),
     Entry(FuseSwiglu, default=_on_ort),
+    Entry(SelectRows),  # after the fusions, whose patterns it would cut through
     Entry(
         PackMatMuls,
         options=lambda target: {"packed_attention": target.decoder is not None, "split": target.backend != "cpu"},
@@ -140,8 +142,10 @@ TABLE: tuple[Entry, ...] = (
     Entry(FuseQdq, default=lambda target: target.backend == "cpu"),
     Entry(LayoutNhwc, options=lambda target: {"target": _LAYOUTS[target.backend]}),
     Entry(SinkTransposes),
+    Entry(FoldConstants),  # once more: what the passes above left
+    Entry(FoldBatchNorm),
     Entry(RemoveUnused),
-    Entry(RemoveNoOps),  # once more: what the passes above left
+    Entry(RemoveNoOps),
     Entry(MergeDuplicates),
 )
 
