@@ -40,9 +40,10 @@ from pipeline.pass_report import record_from_report, result_of
 from pipeline.progress import Progress
 from pipeline.source import ModelSource, resolve_source
 from pipeline.verify import Feeds, feeds_from_file
+from plugins.abi import abi_hash
 from plugins.build import cpu_library
 from plugins.errors import KilnError
-from plugins.paged_attention.schema import DOMAIN, OP_TYPE, abi_hash
+from plugins.paged_attention.schema import DOMAIN, OP_TYPE
 
 DISTRIBUTION = "kiln-engine"
 ENGINE = "engine.onnx"

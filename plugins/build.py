@@ -22,9 +22,13 @@ from pathlib import Path
 from plugins.errors import KilnError
 
 _ROOT = Path(__file__).parent
-_KERNELS = "paged_attention/kernels.cc"
-_SOURCES = ("paged_attention/cpu.cc", "paged_attention/check.cc", "paged_attention/ort.cc", "measure.cc")
-# Instruction sets by machine; must agree with the dispatch in paged_attention/cpu.cc. Never -march=native: the
+_KERNELS = ("paged_attention/kernels.cc", "elementwise/kernels.cc")
+_SOURCES = (
+    *("paged_attention/cpu.cc", "paged_attention/check.cc", "paged_attention/ort.cc"),
+    *("elementwise/cpu.cc", "elementwise/ort.cc"),
+    *("isa.cc", "register.cc", "measure.cc"),
+)
+# Instruction sets by machine; must agree with the dispatch in isa.h. Never -march=native: the
 # library travels to other machines inside bundles.
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _ISAS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -134,14 +138,14 @@ def _compile(variant: _Variant, compiler: list[str], library: Path) -> None:
     """Compiles next to `library` and renames into place, so that a half-written library is never seen."""
     with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         folder = Path(temporary)
-        jobs: list[tuple[str, str, tuple[str, ...]]] = [(source, Path(source).stem, ()) for source in _SOURCES]
-        jobs += [(_KERNELS, f"kernels_{isa}", (f"-DKILN_ISA={isa}", *flags)) for isa, flags in _isas().items()]
+        jobs: list[tuple[str, tuple[str, ...]]] = [(source, ()) for source in _SOURCES]
+        jobs += [(source, (f"-DKILN_ISA={isa}", *flags)) for isa, flags in _isas().items() for source in _KERNELS]
+        objects = [str(folder / f"{number}.o") for number in range(len(jobs))]
         commands = [
-            [*compiler, *variant.compile_flags, *flags, "-c", str(_ROOT / source), "-o", str(folder / f"{name}.o")]
-            for source, name, flags in reversed(jobs)
+            [*compiler, *variant.compile_flags, *flags, "-c", str(_ROOT / source), "-o", target]
+            for (source, flags), target in zip(jobs, objects, strict=True)
         ]
-        _run_all(commands)
-        objects = [str(folder / f"{name}.o") for _, name, _ in jobs]
+        _run_all(commands[::-1])  # kernels first: they take longest
         linked = folder / library.name
         _run_all([[*compiler, *objects, *variant.link_flags, "-o", str(linked)]])
         linked.replace(library)

@@ -22,8 +22,8 @@ from engines.runtime.tokenizer import Tokenizer
 from engines.runtime.worker import DecodeWorker
 from engines.sku import host_memory
 from passes.onnx_model import DecoderSpec
+from plugins.abi import abi_hash
 from plugins.errors import KilnError
-from plugins.paged_attention.schema import abi_hash
 
 _CACHE_SHARE = 4
 """The default cache takes at most one part in so many of the host's memory."""

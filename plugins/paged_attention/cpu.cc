@@ -1,4 +1,4 @@
-// Cuts a call into tasks, runs them on the caller's threads, and picks the instruction set.
+// Cuts a call into tasks and runs them on the caller's threads.
 //
 // What a sequence computes depends on its own new tokens, past length and geometry only: the spans of its context, its
 // query tiles, and the order in which partial results are joined. So a sequence gets the same bits whatever else is in
@@ -16,6 +16,7 @@
 #include <new>
 #include <vector>
 
+#include "../isa.h"
 #include "kernels.h"
 
 namespace kiln {
@@ -42,42 +43,6 @@ constexpr int64_t kFewRows = 48;      // and at least about, when the sequence h
 constexpr int64_t kWriteTokens = 32;  // tokens per write task
 
 thread_local ScratchOwner scratch_of_thread;
-
-bool has_avx2() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#else
-  return false;
-#endif
-}
-
-bool has_avx512() {
-#if defined(__x86_64__)
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#else
-  return false;
-#endif
-}
-
-std::atomic<int> chosen_isa{0};
-
-int best_isa() { return has_avx512() ? 3 : has_avx2() ? 2 : 1; }
-
-const Kernels& kernels() {
-  const int isa = chosen_isa.load(std::memory_order_relaxed);
-#if defined(__x86_64__)
-  static const int best = best_isa();
-  switch (isa ? isa : best) {
-    case 3:
-      return kernels_avx512();
-    case 2:
-      return kernels_avx2();
-  }
-#endif
-  (void)isa;
-  return kernels_plain();
-}
 
 // New tokens per prefill task, in sixes (the height of a register block). Large tiles pack each key for more rows,
 // small ones give all threads something to do: a sequence makes at least four tiles if they stay above kFewRows.
@@ -210,7 +175,7 @@ bool run_tasks(Work& work, size_t scratch_floats, bool inline_only, Parallel& pa
 }  // namespace
 
 std::string run(const PagedAttention& call, Parallel& parallel) try {
-  const Kernels& chosen = kernels();
+  const Kernels& chosen = KILN_FOR_ISA(kernels);
   Plan plan = plan_for(call);
   Work work{call, chosen, plan, 0};
   // Below some 32 KB waking the other threads costs more than the copies.
@@ -227,9 +192,3 @@ std::string run(const PagedAttention& call, Parallel& parallel) try {
 }
 
 }  // namespace kiln
-
-int kiln_set_isa(int isa) {
-  if (isa < 0 || isa > 3 || isa > kiln::best_isa()) return -1;
-  kiln::chosen_isa = isa;
-  return isa ? isa : kiln::best_isa();
-}

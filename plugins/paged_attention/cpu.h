@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <string>
 
+#include "../parallel.h"
+
 namespace kiln {
 
 enum class CacheType { kFloat32, kFloat16, kBfloat16 };
@@ -50,14 +52,6 @@ struct PagedAttention {
   float softcap;        // 0: none
 };
 
-// Runs body(user, i) for i in [0, total), in any order and on any threads, and returns when all are done.
-struct Parallel {
-  virtual void run(size_t total, void (*body)(void* user, size_t index), void* user) = 0;
-
- protected:
-  ~Parallel() = default;
-};
-
 // Empty if every value in the index tensors lets the kernel stay inside its buffers; else what was found and
 // what was expected. Shapes are the caller's to check.
 std::string check(const PagedAttention& call);
@@ -67,11 +61,3 @@ std::string check(const PagedAttention& call);
 std::string run(const PagedAttention& call, Parallel& parallel);
 
 }  // namespace kiln
-
-extern "C" {
-
-// Instruction sets: 0 picks the best one of this machine, 1 plain, 2 AVX2 (with FMA, F16C), 3 AVX-512 (F, BW, DQ, VL).
-// Returns the set in use from now on in this process, or -1 (and changes nothing) where the machine lacks it.
-// For tests and benchmarks.
-__attribute__((visibility("default"))) int kiln_set_isa(int isa);
-}

@@ -34,11 +34,6 @@ static void decode(const PagedAttention& call, const Task& task, float* scratch)
 
 }  // namespace KILN_ISA
 
-#define KILN_JOIN_(a, b) a##b
-#define KILN_JOIN(a, b) KILN_JOIN_(a, b)
-#define KILN_STRING_(a) #a
-#define KILN_STRING(a) KILN_STRING_(a)
-
 const Kernels& KILN_JOIN(kernels_, KILN_ISA)() {
   static const Kernels kernels = {
       KILN_STRING(KILN_ISA), KILN_ISA::write_scratch, KILN_ISA::decode_scratch, KILN_ISA::prefill_scratch,

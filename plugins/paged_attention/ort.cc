@@ -2,17 +2,14 @@
 //
 // One OrtCustomOp per pair of cache types. Checks ranks and shapes, copies the caches where the outputs are not the
 // input buffers themselves, and lends ONNX Runtime's thread pool to the kernel. Knows nothing of how attention works.
-#include "../ort_abi.h"
+#include "../ort_binding.h"
 
 #include <cmath>
 #include <cstring>
-#include <exception>
-#include <map>
-#include <mutex>
-#include <sstream>
 #include <string>
 #include <vector>
 
+#include "../operators.h"
 #include "cpu.h"
 
 namespace {
@@ -26,115 +23,6 @@ constexpr const char* kInputNames[kInputs] = {
     "query",        "key",         "value",     "key_cache", "value_cache", "cumulative_sequence_length",
     "past_seqlens", "block_table", "cos_cache", "sin_cache", "slot_mapping"};
 enum Output { kOutput, kKeyCacheOut, kValueCacheOut, kOutputs };
-
-struct Failure {
-  std::string message;
-};
-
-template <typename... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  throw Failure{out.str()};
-}
-
-void require(OrtApi api, OrtStatus* status) {
-  if (!status) return;
-  std::string message = GetErrorMessage::of(api)(status);
-  ReleaseStatus::of(api)(status);
-  throw Failure{message};
-}
-
-// Runs body and turns what it throws into a status: no exception may cross the C boundary.
-template <typename Body>
-OrtStatus* guarded(OrtApi api, Body body) {
-  try {
-    body();
-    return nullptr;
-  } catch (const Failure& failure) {
-    return CreateStatus::of(api)(kInvalidArgument, ("kiln::PagedAttention: " + failure.message).c_str());
-  } catch (const std::exception& error) {
-    return CreateStatus::of(api)(kFail, (std::string("kiln::PagedAttention: ") + error.what()).c_str());
-  }
-}
-
-struct Tensor {
-  void* data = nullptr;
-  std::vector<int64_t> shape;
-  bool present = false;
-};
-
-std::string text(const std::vector<int64_t>& shape) {
-  std::ostringstream out;
-  out << '[';
-  for (size_t i = 0; i < shape.size(); i++) out << (i ? ", " : "") << shape[i];
-  out << ']';
-  return out.str();
-}
-
-Tensor input_tensor(OrtApi api, OrtKernelContext* context, size_t index) {
-  const OrtValue* value = nullptr;
-  require(api, KernelContextGetInput::of(api)(context, index, &value));
-  Tensor tensor;
-  if (!value) return tensor;
-  tensor.present = true;
-  require(api, GetTensorMutableData::of(api)(const_cast<OrtValue*>(value), &tensor.data));
-  OrtTensorTypeAndShapeInfo* info = nullptr;
-  require(api, GetTensorTypeAndShape::of(api)(value, &info));
-  size_t rank = 0;
-  OrtStatus* status = GetDimensionsCount::of(api)(info, &rank);
-  tensor.shape.resize(rank);
-  if (!status) status = GetDimensions::of(api)(info, tensor.shape.data(), rank);
-  ReleaseTensorTypeAndShapeInfo::of(api)(info);
-  require(api, status);
-  return tensor;
-}
-
-void* output_data(OrtApi api, OrtKernelContext* context, size_t index, const std::vector<int64_t>& shape) {
-  OrtValue* value = nullptr;
-  require(api, KernelContextGetOutput::of(api)(context, index, shape.data(), shape.size(), &value));
-  void* data = nullptr;
-  require(api, GetTensorMutableData::of(api)(value, &data));
-  return data;
-}
-
-template <typename Getter, typename T>
-bool has_attribute(OrtApi api, const OrtKernelInfo* info, const char* name, T* value) {
-  OrtStatus* status = Getter::of(api)(info, name, value);
-  if (status) ReleaseStatus::of(api)(status);
-  return !status;
-}
-
-// A missing attribute has its default; one of the other type is an error, not a default.
-int64_t attribute(OrtApi api, const OrtKernelInfo* info, const char* name, int64_t otherwise) {
-  int64_t value;
-  float wrong;
-  if (has_attribute<KernelInfoGetAttributeInt64>(api, info, name, &value)) return value;
-  if (has_attribute<KernelInfoGetAttributeFloat>(api, info, name, &wrong))
-    fail("attribute ", name, " must be an integer: found the float ", wrong);
-  return otherwise;
-}
-
-float attribute(OrtApi api, const OrtKernelInfo* info, const char* name, float otherwise) {
-  float value;
-  int64_t wrong;
-  if (has_attribute<KernelInfoGetAttributeFloat>(api, info, name, &value)) return value;
-  if (has_attribute<KernelInfoGetAttributeInt64>(api, info, name, &wrong))
-    fail("attribute ", name, " must be a float: found the integer ", wrong);
-  return otherwise;
-}
-
-class Pool final : public Parallel {
- public:
-  Pool(OrtApi api, OrtKernelContext* context) : api_(api), context_(context) {}
-  void run(size_t total, void (*body)(void*, size_t), void* user) override {
-    require(api_, KernelContextParallelFor::of(api_)(context_, body, total, 0, user));
-  }
-
- private:
-  OrtApi api_;
-  OrtKernelContext* context_;
-};
 
 // dst = src in pieces of 1 MiB over the pool.
 void copy(Pool& pool, void* dst, const void* src, size_t bytes) {
@@ -155,6 +43,8 @@ void copy(Pool& pool, void* dst, const void* src, size_t bytes) {
 }
 
 struct Kernel {
+  static constexpr const char* kName = "PagedAttention";
+
   OrtApi api;
   CacheType key_type, value_type;
   int64_t heads, kv_heads, window;
@@ -168,8 +58,7 @@ struct Kernel {
 };
 
 void expect_shape(const Tensor& tensor, Input input, const std::vector<int64_t>& expected) {
-  if (tensor.shape != expected)
-    fail(kInputNames[input], " has the wrong shape: found ", text(tensor.shape), ", expected ", text(expected));
+  kiln::ort::expect_shape(tensor, kInputNames[input], expected);
 }
 
 void expect_rank(const Tensor& tensor, Input input, size_t rank, const char* expected) {
@@ -275,7 +164,7 @@ CacheType cache_type(int element) {
 }
 
 OrtStatus* create_kernel(const OrtCustomOp* base, OrtApi api, const OrtKernelInfo* info, void** kernel) {
-  return guarded(api, [&] {
+  return guarded(api, Kernel::kName, [&] {
     const Operator& op = *static_cast<const Operator*>(base);
     Kernel k = {};
     k.api = api;
@@ -299,18 +188,11 @@ OrtStatus* create_kernel(const OrtCustomOp* base, OrtApi api, const OrtKernelInf
   });
 }
 
-OrtStatus* compute_kernel(void* kernel, OrtKernelContext* context) {
-  const Kernel& k = *static_cast<const Kernel*>(kernel);
-  return guarded(k.api, [&] { k.compute(context); });
-}
-
 Operator make_operator(int key_element, int value_element) {
   Operator op = {};
-  op.version = kApiVersion;
+  fill_common<Kernel>(op);
   op.key_element = key_element;
   op.value_element = value_element;
-  op.GetName = [](const OrtCustomOp*) { return "PagedAttention"; };
-  op.GetExecutionProviderType = [](const OrtCustomOp*) { return "CPUExecutionProvider"; };
   op.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{kInputs}; };
   op.GetInputType = [](const OrtCustomOp* base, size_t i) -> int {
     const Operator& op = *static_cast<const Operator*>(base);
@@ -335,53 +217,20 @@ Operator make_operator(int key_element, int value_element) {
   op.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
     return i == kKey || i == kValue || i == kCos || i == kSin ? kOptional : kRequired;
   };
-  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) -> int { return kRequired; };
-  op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return 0; };
-  op.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 0; };
-  op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 0; };
-  op.GetVariadicOutputMinArity = [](const OrtCustomOp*) { return 0; };
-  op.GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 0; };
   op.CreateKernelV2 = create_kernel;
-  op.KernelComputeV2 = compute_kernel;
-  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-  op.GetStartVersion = [](const OrtCustomOp*) { return 1; };
-  op.GetEndVersion = [](const OrtCustomOp*) { return 0x7fffffff; };
   return op;
 }
 
-OrtCustomOpDomain* domain_of(OrtApi api) {
+}  // namespace
+
+std::vector<const OrtCustomOp*> kiln::ort::paged_attention_operators() {
   static const std::vector<Operator> operators = [] {
     std::vector<Operator> all;
     for (int key : {kFloat, kFloat16, kBfloat16})
       for (int value : {kFloat, kFloat16, kBfloat16}) all.push_back(make_operator(key, value));
     return all;
   }();
-  // One domain for each copy of ONNX Runtime in the process, shared by its sessions. ONNX Runtime keeps pointers to
-  // the domain and the operators and never frees them, so they live as long as the library.
-  static std::mutex mutex;
-  static std::map<OrtApi, OrtCustomOpDomain*> domains;
-  std::lock_guard<std::mutex> lock(mutex);
-  OrtCustomOpDomain*& domain = domains[api];
-  if (!domain) {
-    OrtCustomOpDomain* fresh = nullptr;
-    require(api, CreateCustomOpDomain::of(api)("kiln", &fresh));
-    for (const Operator& op : operators) require(api, CustomOpDomainAdd::of(api)(fresh, &op));
-    domain = fresh;
-  }
-  return domain;
-}
-
-}  // namespace
-
-extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
-                                                                               const OrtApiBase* base) {
-  OrtApi api = base->GetApi(kApiVersion);
-  if (!api) {
-    const std::string message = std::string(
-                                    "kiln::PagedAttention needs ONNX Runtime's API version 24 (1.24 or later): "
-                                    "found ONNX Runtime ") +
-                                base->GetVersionString();
-    return CreateStatus::of(base->GetApi(1))(kFail, message.c_str());
-  }
-  return guarded(api, [&] { require(api, AddCustomOpDomain::of(api)(options, domain_of(api))); });
+  std::vector<const OrtCustomOp*> pointers;
+  for (const Operator& op : operators) pointers.push_back(&op);
+  return pointers;
 }

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "kernels.h"
-#include "simd.h"
+#include "../simd.h"
 
 namespace kiln::KILN_ISA {
 

@@ -19,27 +19,16 @@ Without `key` and `value` (both or neither), `query` holds all three side by sid
 All writes of one call happen before its reads, so a token may read what another one in the call wrote.
 """
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
+
+from plugins.spec import DOMAIN as DOMAIN
+from plugins.spec import OperatorSpec, TensorSpec
 
 EXPORT_DOMAIN = "com.microsoft"
 """Domain of the operator as exported; a backend's binding replaces it."""
-DOMAIN = "kiln"
 OP_TYPE = "PagedAttention"
 SINCE_VERSION = 1
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One operand: `shape` in the symbols used below, `dtypes` as numpy/ml_dtypes names."""
-
-    name: str
-    shape: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    optional: bool = False
-
 
 _CACHE = ("float32", "float16", "bfloat16")
 _CACHE_SHAPE = ("blocks", "block_size", "kv_num_heads", "head_dim")
@@ -76,16 +65,7 @@ ATTRIBUTES: dict[str, int | float | None] = {
 """Attribute name to default; None marks a required one."""
 
 
-def abi_hash() -> str:
-    """SHA-256 of everything a compiled plugin and a graph must agree on."""
-    abi = {
-        "operator": [DOMAIN, OP_TYPE, SINCE_VERSION],
-        "inputs": [asdict(spec) for spec in INPUTS],
-        "outputs": [asdict(spec) for spec in OUTPUTS],
-        "attributes": ATTRIBUTES,
-    }
-    return hashlib.sha256(json.dumps(abi, sort_keys=True).encode()).hexdigest()
-
+PAGED_ATTENTION = OperatorSpec(OP_TYPE, INPUTS, OUTPUTS, ATTRIBUTES, SINCE_VERSION)
 
 CacheDtype = Literal["float32", "float16", "bfloat16"]
 CACHE_ITEMSIZE: dict[CacheDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}

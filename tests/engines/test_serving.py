@@ -17,8 +17,8 @@ from engines.manifest import BackendRecord, Manifest, ModelRecord, PluginRecord,
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
 from engines.runtime.score import score
+from plugins.abi import abi_hash
 from plugins.errors import KilnError
-from plugins.paged_attention.schema import abi_hash
 
 LENGTHS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 90, 120, 150)
 RNG = np.random.default_rng(11)

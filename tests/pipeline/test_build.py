@@ -27,8 +27,8 @@ from pipeline.forecast import forecast_from_onnx, forecast_plain, refuse_what_ca
 from pipeline.load import describe, load
 from pipeline.progress import Progress
 from pipeline.source import resolve_source
+from plugins.abi import abi_hash
 from plugins.errors import KilnError
-from plugins.paged_attention.schema import abi_hash
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 

@@ -1,6 +1,6 @@
-// Vectors of the instruction set that this file is compiled for: loads, conversions, exp2, tanh, reductions.
+// Vectors of the instruction set that this file is compiled for: loads, conversions, exp, exp2, tanh, reductions.
 //
-// Included only by kernels.cc, which is compiled once per instruction set. Everything has internal linkage, and no
+// Included only by the folders' kernels.cc, which are compiled once per instruction set. Everything has internal linkage, and no
 // inline function of the C++ library is used here: the linker could keep the copy built with AVX-512 for all callers.
 #pragma once
 
@@ -12,6 +12,12 @@
 #endif
 
 #define KILN_INLINE static inline __attribute__((always_inline))
+
+// KILN_JOIN(kernels_, KILN_ISA) is kernels_plain, say, and KILN_STRING(KILN_ISA) is "plain".
+#define KILN_JOIN_(a, b) a##b
+#define KILN_JOIN(a, b) KILN_JOIN_(a, b)
+#define KILN_STRING_(a) #a
+#define KILN_STRING(a) KILN_STRING_(a)
 
 namespace kiln::KILN_ISA {
 
@@ -27,6 +33,7 @@ typedef float Vec __attribute__((vector_size(kWidth * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t UintVec __attribute__((vector_size(kWidth * 4)));
 typedef uint16_t HalfVec __attribute__((vector_size(kWidth * 2)));
+typedef double DoubleVec __attribute__((vector_size(kWidth * 4)));  // half as many lanes
 typedef Vec UnalignedVec __attribute__((aligned(4), may_alias));
 typedef HalfVec UnalignedHalfVec __attribute__((aligned(2), may_alias));
 
@@ -104,6 +111,36 @@ KILN_INLINE Vec load_part(const Half* p, int n) {
 }
 #endif
 
+// Writes the first n < kWidth elements.
+KILN_INLINE void store_part(float* p, Vec v, int n) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), (__m512)v);
+#else
+  for (int i = 0; i < n; i++) p[i] = v[i];
+#endif
+}
+
+// The lower and the upper half of the lanes.
+KILN_INLINE DoubleVec doubles_from_low(Vec v) {
+#if defined(__AVX512F__)
+  return (DoubleVec)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v));
+#elif defined(__AVX2__)
+  return (DoubleVec)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v));
+#else
+  return DoubleVec{v[0], v[1]};
+#endif
+}
+
+KILN_INLINE DoubleVec doubles_from_high(Vec v) {
+#if defined(__AVX512F__)
+  return (DoubleVec)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1));
+#elif defined(__AVX2__)
+  return (DoubleVec)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
+#else
+  return DoubleVec{v[2], v[3]};
+#endif
+}
+
 KILN_INLINE F16 f16_from_float(float x) {
 #if defined(__AVX2__)
   return {static_cast<uint16_t>(_cvtss_sh(x, 0))};  // 0: to nearest, ties to even
@@ -138,19 +175,36 @@ KILN_INLINE void put(float* p, float x) { *p = x; }
 KILN_INLINE void put(F16* p, float x) { *p = f16_from_float(x); }
 KILN_INLINE void put(Bf16* p, float x) { *p = bf16_from_float(x); }
 
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: added to x, it leaves round(x) in the low bits
+
+// 2^(fraction + n) for |fraction| <= 0.5 and shifted = n + kRounder, -127 <= n <= 128: 0 at n = -127, infinity at 128.
+// Minimax polynomial of degree 5.
+KILN_INLINE Vec exp2_of_parts(Vec fraction, Vec shifted) {
+  Vec y = broadcast(1.327647199e-3f);
+  y = y * fraction + broadcast(9.675541334e-3f);
+  y = y * fraction + broadcast(5.550713273e-2f);
+  y = y * fraction + broadcast(2.402211972e-1f);
+  y = y * fraction + broadcast(6.931469671e-1f);
+  y = y * fraction + broadcast(1.0f);
+  return y * (Vec)(((UintVec)shifted << 23) + 0x3f800000);
+}
+
 // 2^x for x <= 128, relative error below 2e-7; exactly 0 below -126.5 (so also for -infinity). NaN stays NaN.
-// Minimax polynomial of degree 5 on [-0.5, 0.5].
 KILN_INLINE Vec exp2(Vec x) {
   x = larger(broadcast(-127.0f), x);
-  Vec shifted = x + broadcast(12582912.0f);  // 1.5 * 2^23: the integer part lands in the low bits
-  Vec f = x - (shifted - broadcast(12582912.0f));
-  Vec y = broadcast(1.327647199e-3f);
-  y = y * f + broadcast(9.675541334e-3f);
-  y = y * f + broadcast(5.550713273e-2f);
-  y = y * f + broadcast(2.402211972e-1f);
-  y = y * f + broadcast(6.931469671e-1f);
-  y = y * f + broadcast(1.0f);
-  return y * (Vec)(((UintVec)shifted << 23) + 0x3f800000);
+  Vec shifted = x + broadcast(kRounder);
+  return exp2_of_parts(x - (shifted - broadcast(kRounder)), shifted);
+}
+
+// e^x, relative error below 3e-7; exactly 0 below log(2^-126.5) = -87.7, infinity above log(2^127.5) = 88.4. NaN stays
+// NaN. The remainder x - n log(2) is taken in two steps (Cody and Waite): x / log(2) alone would lose up to 7 bits.
+KILN_INLINE Vec exp(Vec x) {
+  const Vec per_log2 = broadcast(1.442695041f);
+  x = larger(broadcast(-88.0f), smaller(broadcast(89.0f), x));
+  Vec shifted = x * per_log2 + broadcast(kRounder);
+  Vec n = shifted - broadcast(kRounder);
+  Vec remainder = (x - n * broadcast(0.693359375f)) - n * broadcast(-2.12194440e-4f);  // n times the first is exact
+  return exp2_of_parts(remainder * per_log2, shifted);
 }
 
 // tanh, relative error below 3e-7: an odd polynomial near 0, where 1 - 2 / (exp(2x) + 1) would cancel.
@@ -186,6 +240,12 @@ KILN_INLINE float sum_of(Vec v) {
   for (int i = 1; i < kWidth; i++) s += v[i];
   return s;
 #endif
+}
+
+KILN_INLINE double sum_of(DoubleVec v) {
+  double s = v[0];
+  for (int i = 1; i < kWidth / 2; i++) s += v[i];
+  return s;
 }
 
 // Lane i of the result is i.

@@ -1,0 +1,17 @@
+"""The operators of the plugin library, all folders', and a digest of what graphs rely on."""
+
+import hashlib
+import json
+from dataclasses import asdict
+
+from plugins.elementwise.schema import ADD_RMS_NORM, SWIGLU
+from plugins.paged_attention.schema import PAGED_ATTENTION
+from plugins.spec import OperatorSpec
+
+OPERATORS: tuple[OperatorSpec, ...] = (PAGED_ATTENTION, ADD_RMS_NORM, SWIGLU)
+
+
+def abi_hash() -> str:
+    """SHA-256 of everything a compiled plugin library and a graph must agree on."""
+    abi = [asdict(operator) for operator in OPERATORS]
+    return hashlib.sha256(json.dumps(abi, sort_keys=True).encode()).hexdigest()
