@@ -176,7 +176,7 @@ def _source(before: Sequence, after: Sequence, axis: int) -> int | None:
             ([size], [after[axis]]),
             (before[source + 1 :], after[axis + 1 :]),
         ]
-        if size != 1 and sum(_same_product(*pair) for pair in pairs) >= 2:
+        if sum(_same_product(*pair) for pair in pairs) >= 2:
             return source
     return None
 

@@ -52,7 +52,6 @@ from passes.pattern import (
 )
 from passes.row_forms import SUMMING, RowForm, row_form
 from passes.scopes import scopes
-from passes.views import learn_type
 
 _AXES_AS_INPUT_SINCE = 13
 _OPEN = 2**31 - 1
@@ -147,9 +146,7 @@ def _slice_choice(node: gs.Node, rank: int) -> _Choice | None:
         return None
     start, end, stride = (int(value.reshape(-1)[0]) for value in (values[0], values[1], step))
     if end >= _OPEN:
-        end = 0
-        if start >= 0:
-            return None
+        end = 0  # as from the end: then the start is negative too
     elif (start < 0) != (end < 0):
         return None
     if stride < 1 or end <= start:
@@ -267,7 +264,6 @@ class _Region:
                 axes = new_constant(result, "selected_axes", np.array([choice.axis], np.int64))
                 substitute(self.scope, node, "Squeeze", rows, axes)
             return
-        learn_type(rows, result)
         node.inputs.clear()
         replace_uses(self.scope, result, rows)
 
