@@ -19,8 +19,10 @@ index by row; broadcasting additions; norms over several axes, with further outp
 and beta that nodes compute, as they may depend on the sum.
 """
 
+from collections.abc import Collection
+
 import onnx_graphsurgeon as gs
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from passes.base import Effect, Outcome, Refusal
 from passes.norm_pattern import is_in, type_of, weight_input
@@ -36,6 +38,7 @@ from passes.pattern import (
     rank_of,
     replace_node,
     rewrite_nodes,
+    same_shape,
     static_dim,
     take_outputs,
     values_of,
@@ -64,7 +67,7 @@ def _fuse(scope: gs.Graph, norm: gs.Node) -> bool:
     add = producer(total, "Add")
     if add is None or not is_in(scope, add) or any(isinstance(tensor, gs.Constant) for tensor in add.inputs):
         return False
-    _check(norm, add)
+    check_residual(norm, add, TYPES, RANKS)
     x, skip, bias = _operands(scope, add)
     gamma, beta = norm.inputs[1], input_of(norm, 2)
     inputs = [x, skip, gamma]
@@ -84,19 +87,21 @@ def _fuse(scope: gs.Graph, norm: gs.Node) -> bool:
     return True
 
 
-def _check(norm: gs.Node, add: gs.Node) -> None:
-    """Refuse what the kernels cannot do, or may do wrong."""
+def check_residual(norm: gs.Node, add: gs.Node, types: Collection[int], ranks: Collection[int] = ()) -> None:
+    """Refuse what a fused kernel for these types and ranks (any, if none is given) cannot do, or may do wrong."""
     total = norm.inputs[0]
     first, second = add.inputs
     rank = rank_of(total)
-    if rank not in RANKS:
-        raise Refusal(f"its input '{total.name}' has rank {rank or 'unknown'}, expected one of {RANKS}")
-    if not _same_shape(first, second) or not _same_shape(first, total):
+    expected = f"one of {ranks}" if ranks else "a known one"
+    if rank is None or (ranks and rank not in ranks):
+        raise Refusal(f"its input '{total.name}' has rank {rank or 'unknown'}, expected {expected}")
+    if not same_shape(first, second) or not same_shape(first, total):
         raise Refusal(f"adds shapes {first.shape} and {second.shape}, not known to be the same")
     weights = [tensor for tensor in norm.inputs[1:3] if not tensor.is_empty()]
     kinds = [type_of(tensor) for tensor in (*add.inputs, *weights)]
-    if kinds[0] not in TYPES or len(set(kinds)) > 1:
-        raise Refusal(f"is on {', '.join(str(t.dtype) for t in (*add.inputs, *weights))}; expected float32 or float16")
+    if kinds[0] not in types or len(set(kinds)) > 1:
+        expected = " or ".join(str(helper.tensor_dtype_to_np_dtype(kind)) for kind in types)
+        raise Refusal(f"is on {', '.join(str(t.dtype) for t in (*add.inputs, *weights))}; expected {expected}")
     if norm.attrs.get("axis", -1) not in (-1, rank - 1) or norm.attrs.get("stash_type", 1) != 1:
         raise Refusal(f"has attributes {dict(norm.attrs)}; expected the last axis, computed in float32")
     if any(not tensor.is_empty() for tensor in norm.outputs[1:]):
@@ -111,7 +116,7 @@ def _operands(scope: gs.Graph, add: gs.Node) -> tuple[gs.Tensor, gs.Tensor, gs.C
     for biased, skip in (add.inputs, add.inputs[::-1]):
         inner = producer(biased, "Add")
         operands = constant_operand(inner) if inner is not None else None
-        if operands is None or only_consumer(scope, biased) is not add or not _same_shape(operands[0], biased):
+        if operands is None or only_consumer(scope, biased) is not add or not same_shape(operands[0], biased):
             continue
         x, bias = operands
         size = static_dim(biased, -1)
@@ -123,11 +128,3 @@ def _operands(scope: gs.Graph, add: gs.Node) -> tuple[gs.Tensor, gs.Tensor, gs.C
             bias = new_constant(biased, "bias", values.reshape(-1))
         return x, skip, bias
     return add.inputs[0], add.inputs[1], None
-
-
-def _same_shape(first: gs.Tensor, second: gs.Tensor) -> bool:
-    """Whether two shapes are known to be equal, dimension by dimension: the same size or the same symbol."""
-    if first.shape is None or second.shape is None or len(first.shape) != len(second.shape):
-        return False
-    pairs = list(zip(first.shape, second.shape, strict=True))
-    return all(one == other and (bool(one) if isinstance(one, str) else (one or 0) > 0) for one, other in pairs)

@@ -159,6 +159,14 @@ def static_dim(tensor: gs.Tensor, axis: int) -> int | None:
     return int(size) if isinstance(size, (int, np.integer)) and size >= 0 else None
 
 
+def same_shape(first: gs.Tensor, second: gs.Tensor) -> bool:
+    """Whether two shapes are known to be equal, dimension by dimension: the same size or the same symbol."""
+    if first.shape is None or second.shape is None or len(first.shape) != len(second.shape):
+        return False
+    pairs = list(zip(first.shape, second.shape, strict=True))
+    return all(one == other and (bool(one) if isinstance(one, str) else (one or 0) > 0) for one, other in pairs)
+
+
 def new_constant(beside: gs.Tensor, suffix: str, values: NDArray) -> gs.Constant:
     """A constant named after a tensor whose name is unique, so that names stay unique and builds repeatable."""
     return gs.Constant(f"{beside.name}/{suffix}", np.asarray(values, order="C"))

@@ -15,6 +15,8 @@ from passes.cast_precision import CastPrecision
 from passes.fold_batch_norm import FoldBatchNorm
 from passes.fold_constants import FoldConstants
 from passes.fuse_attention import FuseAttention
+from passes.fuse_cpu_norm import BindAddRmsNorm
+from passes.fuse_cpu_swiglu import BindSwiglu
 from passes.fuse_gelu import FuseGelu
 from passes.fuse_layer_norm import FuseLayerNorm
 from passes.fuse_qdq import FuseQdq
@@ -89,6 +91,11 @@ def _on_ort(target: PassTarget) -> bool:
     return target.backend != "tensorrt"
 
 
+def _with_plugins(target: PassTarget) -> bool:
+    """Whether the engine carries Kiln's own operators: those of decoders do, for attention."""
+    return target.backend == "cpu" and target.decoder is not None
+
+
 def _norm_target(target: PassTarget) -> dict[str, Any]:
     return {"target": "standard" if target.backend == "tensorrt" else "contrib"}
 
@@ -142,6 +149,8 @@ TABLE: tuple[Entry, ...] = (
     Entry(FuseQdq, default=lambda target: target.backend == "cpu"),
     Entry(LayoutNhwc, options=lambda target: {"target": _LAYOUTS[target.backend]}),
     Entry(SinkTransposes),
+    Entry(BindAddRmsNorm, default=_with_plugins),
+    Entry(BindSwiglu, default=_with_plugins),
     Entry(FoldConstants),  # once more: what the passes above left
     Entry(FoldBatchNorm),
     Entry(RemoveUnused),

@@ -16,6 +16,8 @@ from passes.base import Outcome, Pass
 from passes.graph import graph_from_proto, proto_from_graph
 from passes.shapes import infer_shapes
 from passes.validate import check_graph
+from plugins.build import cpu_library
+from plugins.spec import DOMAIN
 
 Feeds = Mapping[str, NDArray]
 
@@ -59,6 +61,8 @@ def run_model(model: onnx.ModelProto, feeds: Feeds) -> list[NDArray]:
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
+    if any(opset.domain == DOMAIN for opset in model.opset_import):
+        options.register_custom_ops_library(str(cpu_library()))
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return session.run(None, dict(feeds))
 
