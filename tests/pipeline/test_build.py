@@ -64,7 +64,10 @@ def test_the_manifest_says_what_the_bundle_is(tiny_llama_bundle, tiny_llama_fold
     assert manifest.plugins[0].abi_hash == abi_hash()
     passes = {record.name: record for record in manifest.passes}
     assert [record.name for record in manifest.passes][:2] == ["bind_attention", "fold_constants"]
-    for name, rewrites in (("bind_attention", 2), ("fuse_rms_norm", 5), ("fuse_rope", 2), ("pack_matmuls", 2)):
+    for name, rewrites in {
+        **{"bind_attention": 2, "fuse_rms_norm": 5, "fuse_rope": 2, "pack_matmuls": 2},
+        **{"bind_add_rms_norm": 4, "bind_swiglu": 2},
+    }.items():
         assert (passes[name].changed, passes[name].rewrites, passes[name].rolled_back) == (True, rewrites, None)
         assert passes[name].relative_error <= passes[name].limit
     assert manifest.checks[0].value <= manifest.checks[0].limit
