@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from passes.dimensions import moved_axes, same_size
 from passes.pattern import CONTRIB, STANDARD, axes_of, input_of, rank_of, scalar_of, static_dim, values_of
+from plugins.elementwise.schema import ADD_RMS_NORM, SWIGLU
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,8 @@ _RULES: dict[tuple[str, str], _Rule] = {
     **{(STANDARD, op): _moved for op in ("Transpose", "Unsqueeze", "Squeeze")},
     **{(STANDARD, op): _softmax for op in ("Softmax", "LogSoftmax")},
     **{(STANDARD, op): _quantization for op in ("QuantizeLinear", "DequantizeLinear")},
+    (ADD_RMS_NORM.domain, ADD_RMS_NORM.op_type): _norm,
+    (SWIGLU.domain, SWIGLU.op_type): _aligned,
     (STANDARD, "MatMul"): _product,
     (CONTRIB, "FusedMatMul"): _product,
     (CONTRIB, "MatMulNBits"): _first,
@@ -226,6 +229,11 @@ _RULES: dict[tuple[str, str], _Rule] = {
 }
 
 SUMMING = frozenset(
-    {"MatMul", "FusedMatMul", "MatMulNBits", "Gemm", "Softmax", "LogSoftmax", *_NORMS, *_SKIP_NORMS, *_REDUCTIONS}
+    (
+        *("MatMul", "FusedMatMul", "MatMulNBits", "Gemm", "Softmax", "LogSoftmax", ADD_RMS_NORM.op_type),
+        *_NORMS,
+        *_SKIP_NORMS,
+        *_REDUCTIONS,
+    )
 )
 """Operators that do more than move or change single elements."""
