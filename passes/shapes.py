@@ -1,5 +1,7 @@
 """Types and shapes of tensors, as far as ONNX's own inference finds them."""
 
+from collections.abc import Collection
+
 import onnx
 import onnx_graphsurgeon as gs
 
@@ -19,6 +21,8 @@ def infer_shapes(graph: gs.Graph) -> None:
     for subgraph in subgraphs_of(proto.graph):  # inference knows a constant's values only in the graph that holds it
         used = {name for node in subgraph.node for name in node.input}
         subgraph.initializer.extend(tensor for name, tensor in small.items() if name in used)
+    for scope in (proto.graph, *subgraphs_of(proto.graph)):
+        _hide_values_of_slices(scope, small)
     try:
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except Exception:  # an operator of another domain may confuse it; passes then find fewer shapes
@@ -35,6 +39,24 @@ def infer_shapes(graph: gs.Graph) -> None:
             for tensor in node.outputs:
                 if tensor.name in values and isinstance(tensor, gs.Variable):
                     _annotate(tensor, values[tensor.name])
+
+
+def _hide_values_of_slices(scope: onnx.GraphProto, constants: Collection[str]) -> None:
+    """Let inference not know the values of a Slice whose bounds are no constants: ONNX 1.23 takes such bounds for 0.
+
+    Two Transposes keep type and shape of any tensor, and inference follows no values through them.
+    """
+    nodes = []
+    for node in scope.node:
+        nodes.append(node)
+        if node.op_type == "Slice" and any(name and name not in constants for name in node.input[1:]):
+            output, sliced, reversed_ = node.output[0], *(f"{node.output[0]}/{n}" for n in ("sliced", "reversed"))
+            node.output[0] = sliced
+            nodes.append(onnx.helper.make_node("Transpose", [sliced], [reversed_]))
+            nodes.append(onnx.helper.make_node("Transpose", [reversed_], [output]))
+    copies = onnx.GraphProto(node=nodes)
+    scope.ClearField("node")
+    scope.MergeFrom(copies)
 
 
 def _rename_generated(graph: gs.Graph, values: list[onnx.ValueInfoProto]) -> None:

@@ -59,16 +59,21 @@ def element_type(dtype: object) -> int | None:
 
 
 def learn_type(tensor: gs.Tensor, equal: gs.Tensor) -> None:
-    """Give `tensor` what is known of the element type and the sizes of one with the same content."""
+    """Give `tensor` what is known of the element type and the sizes of one with the same content.
+
+    Names of sizes stay, and so do the sizes of a tensor that no node makes: an input's are the graph's interface.
+    """
     if not isinstance(tensor, gs.Variable):
         return
     if tensor.dtype is None:
         tensor.dtype = equal.dtype
-    if tensor.shape is None or equal.shape is None:
-        tensor.shape = equal.shape if tensor.shape is None else tensor.shape
+    if not tensor.inputs or equal.shape is None:
+        return
+    if tensor.shape is None:
+        tensor.shape = equal.shape
     elif len(tensor.shape) == len(equal.shape):
         pairs = zip(tensor.shape, equal.shape, strict=True)
-        tensor.shape = [old if isinstance(old, int) or new is None else new for old, new in pairs]
+        tensor.shape = [new if old is None or isinstance(new, int) else old for old, new in pairs]
 
 
 def broadcasts_into(shape: Sequence[object], tensor: gs.Tensor) -> bool:

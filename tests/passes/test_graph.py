@@ -260,3 +260,19 @@ def test_names_that_inference_makes_up_stand_for_one_size_each(tools):
     graph.outputs.append(outer)
     infer_shapes(graph)
     assert len({tensor.shape[0] for tensor in (*inner, outer)}) == 3
+
+
+def test_values_of_a_slice_with_unknown_bounds_are_unknown():
+    """ONNX's inference takes them for those from 0 on: here it would find a z of rank 4."""
+    model = parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> m (float[2,4,4] x) => (float[a,b,c] z) '
+        "{ one = Constant<value_ints=[1]>() start = Identity(one) end = Constant<value_ints=[2]>() "
+        "axis = Constant<value_ints=[0]>() shape = Shape(x) first = Shape<start=0, end=1>(x) "
+        "middle = Slice(shape, start, end, axis) last = Constant<value_ints=[4]>() "
+        "target = Concat<axis=0>(first, middle, last) y = Reshape(x, target) z = Relu(y) }"
+    )
+    graph = graph_from_proto(model)
+    infer_shapes(graph)
+    (reshape,) = (node for node in graph.nodes if node.op == "Reshape")
+    assert reshape.outputs[0].shape is None
+    assert [node.op for node in graph.nodes].count("Transpose") == 0

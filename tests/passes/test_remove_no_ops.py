@@ -312,6 +312,21 @@ def test_graph_inputs_and_outputs_keep_their_names(body: str, ops: list[str], ch
     tools.same_outputs(before, applied.model, feeds_of(before))
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "m = MaxPool<kernel_shape = [1]>(x) y = Exp(m)",  # inference gives its sizes names of their own
+        "s = Constant<value_ints = [2, 3, 4]>() m = Reshape(x, s) y = Exp(m)",
+    ],
+)
+def test_inputs_keep_their_declared_sizes(body: str, tools: Any) -> None:
+    before = model(body, "float[a,3,b] x")
+    applied = tools.apply(before, RemoveNoOps())
+    assert [value.SerializeToString() for value in applied.model.graph.input] == [
+        value.SerializeToString() for value in before.graph.input
+    ]
+
+
 STEPS = [step for step in REMOVED.values() if "MaxPool" not in step] + [
     step for name, step in KEPT.items() if name in ("add of 0.0", "multiply by another", "1 divided")
 ]
