@@ -153,6 +153,7 @@ TABLE: tuple[Entry, ...] = (
     Entry(BindSwiglu, default=_with_plugins),
     Entry(FoldConstants),  # once more: what the passes above left
     Entry(FoldBatchNorm),
+    Entry(Reparameterize),
     Entry(RemoveUnused),
     Entry(RemoveNoOps),
     Entry(MergeDuplicates),
