@@ -19,6 +19,7 @@ from plugins.paged_attention.schema import KvSpec
 
 if TYPE_CHECKING:
     import onnx
+    from google.protobuf.message import Message
 
 DECODER_METADATA = "kiln.decoder"
 
@@ -112,9 +113,27 @@ def load_structure(path: Path) -> "onnx.ModelProto":
         raise KilnError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # protobuf's errors, in any of its implementations
         raise KilnError(f"{path} is not an ONNX model or is truncated ({error}); export it again") from error
+    if (damaged := _bytes_for_text(proto)) is not None:
+        raise KilnError(f"{path} is damaged: {damaged!r} is no text; export it again")
     if not proto.graph.output:
         raise KilnError(f"{path} has no graph outputs; expected an ONNX model, found an empty or truncated file")
     return proto
+
+
+def _bytes_for_text(message: "Message") -> bytes | None:
+    """The first text field that is no UTF-8: protobuf hands such a one out as bytes."""
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_STRING:
+            values = [value] if isinstance(value, (str, bytes)) else value
+            wrong = next((text for text in values if isinstance(text, bytes)), None)
+        elif field.type == field.TYPE_MESSAGE:
+            parts = [value] if hasattr(value, "ListFields") else value
+            wrong = next((found for part in parts if (found := _bytes_for_text(part)) is not None), None)
+        else:
+            continue
+        if wrong is not None:
+            return wrong
+    return None
 
 
 def external_files(path: Path, proto: "onnx.ModelProto") -> list[Path]:

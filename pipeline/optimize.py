@@ -57,6 +57,7 @@ def optimize(
         target,
         standard_passes(pass_target, config.switches),
         gate=gate if config.verify else None,
+        noise=gate.noise if gate else None,
         clock=StepClock(model, plugins, inputs, config.threads) if config.measure else None,
         observe=observe,
     )

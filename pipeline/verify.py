@@ -73,17 +73,21 @@ class NumericGate:
             self._kept = (after, found)
         return errors
 
+    def noise(self, path: Path) -> float:
+        """Relative error that ONNX Runtime's own rewrites of a model cause: what another order of sums may do to it."""
+        return errors_between(self._run(path), self._run(path, optimized=True)).relative
+
     def ranges(self, path: Path) -> dict[str, float]:
         """Largest magnitude of every FP32 tensor of a model's main graph on the gate's inputs."""
         permutations = permutations_from_path(path)
         feeds = self.inputs if self.decoder is None else decoder_feeds(self.decoder)
         return measure_ranges(path, [to_model(feed, permutations) for feed in feeds], self.plugins)
 
-    def _run(self, path: Path) -> list[Outputs]:
+    def _run(self, path: Path, optimized: bool = False) -> list[Outputs]:
         if self.decoder is None:
-            return run_plain(path, self.plugins, self.inputs)
+            return run_plain(path, self.plugins, self.inputs, optimized=optimized)
         with tempfile.TemporaryDirectory(prefix="kiln-gate-") as folder:
-            return _decoder_outputs(bound_graph(path, Path(folder)), self.decoder, self.plugins)
+            return _decoder_outputs(bound_graph(path, Path(folder)), self.decoder, self.plugins, optimized)
 
 
 class StepClock:
@@ -190,13 +194,15 @@ def run_plain(
         backend.close()
 
 
-def _decoder_outputs(path: Path, decoder: DecoderSpec, plugins: Sequence[Path]) -> list[Outputs]:
+def _decoder_outputs(
+    path: Path, decoder: DecoderSpec, plugins: Sequence[Path], optimized: bool = False
+) -> list[Outputs]:
     """A long prompt in one step, beside a short one; then a step of single tokens."""
     generator = np.random.default_rng(3)
     lengths = [min(LONG, decoder.max_context), min(37, decoder.max_context)]
     texts = [generator.integers(0, decoder.vocab_size, length) for length in lengths]
     steps = [[max(length - 1, 1) for length in lengths], [1, 1]]
-    rows = packed_logits(path, decoder, plugins, texts, steps, optimized=False, last_rows=_ROWS)
+    rows = packed_logits(path, decoder, plugins, texts, steps, optimized=optimized, last_rows=_ROWS)
     return [{"logits": np.concatenate(rows)}]
 
 
