@@ -21,7 +21,7 @@ import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 from onnx_graphsurgeon.ir.tensor import LazyValues
 
-from passes.onnx_model import external_files, known_size, load_structure
+from passes.onnx_model import check_tensors, external_files, known_size, load_structure
 from passes.scopes import label, scopes, subgraphs_of
 from passes.weights import constants_of, place
 from plugins.errors import KilnError, first_line
@@ -31,6 +31,7 @@ def graph_from_path(path: Path) -> gs.Graph:
     """Read an ONNX file in normal form. Raises KilnError for what is not readable."""
     proto = load_structure(path)
     external_files(path, proto)
+    check_tensors(path, proto)
     try:
         return graph_from_proto(proto, path.parent)
     except KilnError:

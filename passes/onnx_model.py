@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
-from plugins.errors import KilnError
+from plugins.errors import KilnError, first_line
 from plugins.paged_attention.schema import KvSpec
 
 if TYPE_CHECKING:
@@ -152,6 +152,20 @@ def external_files(path: Path, proto: "onnx.ModelProto") -> list[Path]:
     return files
 
 
+def check_tensors(path: Path, proto: "onnx.ModelProto") -> None:
+    """Raise KilnError for a tensor inside the file whose values do not fit its type and shape."""
+    import onnx
+
+    for tensor in _tensors(proto.graph):
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            try:
+                onnx.checker.check_tensor(tensor)
+            except onnx.checker.ValidationError as error:
+                raise KilnError(
+                    f"{path}: tensor '{tensor.name}' is damaged: {first_line(error)}; export it again"
+                ) from error
+
+
 def _tensors(graph: "onnx.GraphProto") -> "Iterator[onnx.TensorProto]":
     """Every stored tensor: initializers and attributes, subgraphs included."""
     yield from graph.initializer
@@ -159,7 +173,7 @@ def _tensors(graph: "onnx.GraphProto") -> "Iterator[onnx.TensorProto]":
         yield from (sparse.values, sparse.indices)
     for node in graph.node:
         for attribute in node.attribute:
-            yield from (attribute.t, *attribute.tensors)
+            yield from (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors)
             for subgraph in (attribute.g, *attribute.graphs):
                 yield from _tensors(subgraph)
 

@@ -62,10 +62,22 @@ def _check_operators(proto: onnx.ModelProto) -> None:
             for node in graph.node:
                 controls = any(attribute.HasField("g") for attribute in node.attribute)
                 added = node.op_type in RUNTIME_OPERATORS and not onnx.defs.has(node.op_type, versions.get("", 1))
-                if node.domain == "" and not controls and not added:  # a subgraph's nodes are checked one by one
+                if node.domain == "" and controls:  # a subgraph's nodes are checked one by one
+                    _check_attributes(node, versions.get("", 1))
+                elif node.domain == "" and not added:
                     _check_node(node, context)
     finally:
         context.opset_imports, context.ir_version = opsets, ir_version
+
+
+def _check_attributes(node: onnx.NodeProto, version: int) -> None:
+    found = {attribute.name for attribute in node.attribute}
+    schema = onnx.defs.get_schema(node.op_type, version) if onnx.defs.has(node.op_type, version) else None
+    if schema is None:
+        raise KilnError(f"node '{node.name or node.op_type}': opset {version} has no operator {node.op_type}")
+    for name, attribute in schema.attributes.items():
+        if attribute.required and name not in found:
+            raise KilnError(f"node '{node.name or node.op_type}' ({node.op_type}) has no '{name}'; export it again")
 
 
 def _check_node(node: onnx.NodeProto, context: onnx.checker.C.CheckerContext) -> None:

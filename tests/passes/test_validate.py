@@ -118,3 +118,28 @@ def test_external_data(tmp_path, location, message):
     with pytest.raises(KilnError, match="external data") as caught:
         graph_from_path(folder / "m.onnx")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["then_branch", "else_branch"])
+def test_control_flow_without_a_graph_that_it_needs(missing, tools):
+    model = tools.in_branch(model_of("y = Relu(x)"))
+    (node,) = model.graph.node
+    kept = [attribute for attribute in node.attribute if attribute.name != missing]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+    assert refusal(model) == f"node 'if' (If) has no '{missing}'; export it again"
+
+
+@pytest.mark.parametrize("where", ["initialiser", "attribute"])
+def test_a_tensor_with_fewer_values_than_its_shape_says(where, tmp_path):
+    model = named(model_of("c = Constant<value = float[3] {1, 2, 3}>() y = Add(x, c)"))
+    if where == "initialiser":
+        model.graph.initializer.append(model.graph.node[0].attribute[0].t)
+        model.graph.initializer[0].name = "c"
+        del model.graph.node[0]
+        model.graph.initializer[0].dims[:] = [2, 2, 10617, 27]
+    else:
+        model.graph.node[0].attribute[0].t.dims[:] = [4]
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(KilnError, match=r"m\.onnx: tensor '.*' is damaged: .*; export it again"):
+        graph_from_path(tmp_path / "m.onnx")
