@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from engines.bundle import EngineBundle
 from pipeline.build import build
 from pipeline.config import BuildConfig
 from pipeline.progress import Progress
+
+settings.register_profile("long", max_examples=1000)  # pytest --hypothesis-profile=long FILE
 
 
 @pytest.fixture(scope="session")
