@@ -53,6 +53,9 @@ from plugins.paged_attention.schema import OP_TYPE
 LowDtype = Literal["float16", "bfloat16"]
 _DTYPES: Mapping[LowDtype, np.dtype] = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
+_BFLOAT16_OPSET = 13
+"""The first opset whose Cast knows BF16."""
+
 
 class CastPrecision:
     """Implements `passes.base.Pass` and `Measuring`.
@@ -86,6 +89,8 @@ class CastPrecision:
             self.precision = replace(self.precision, ranges=dict(self._measure(model)))
 
     def call(self, graph: gs.Graph) -> Outcome:
+        if self.precision.low == _DTYPES["bfloat16"] and graph.opset < _BFLOAT16_OPSET:
+            return Outcome(notes=[f"bfloat16 needs opset {_BFLOAT16_OPSET}; the graph has {graph.opset}"])
         outcome = Outcome()
         inputs, outputs = self._io(graph, outcome)
         low = self._low_nodes(graph, {id(tensor) for tensor in inputs}, outcome)

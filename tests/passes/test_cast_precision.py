@@ -266,3 +266,10 @@ def test_options_are_checked():
         CastPrecision("int8")
     with pytest.raises(ValueError, match=r"margin is 0\.5; expected at least 1"):
         CastPrecision("float16", margin=0.5)
+
+
+def test_an_opset_without_bfloat16_is_left_with_a_note(tools):
+    model = model_of("g (float[2, 4] x) => (float[2, 4] y) { y = MatMul (x, w) }", opset=12, w=normal(4, 4))
+    applied = tools.apply(model, CastPrecision("bfloat16"))
+    assert applied.ops == ["MatMul"]
+    assert applied.outcome.notes == ["bfloat16 needs opset 13; the graph has 12"]
