@@ -21,7 +21,7 @@ def infer_shapes(graph: gs.Graph) -> None:
     for subgraph in subgraphs_of(proto.graph):  # inference knows a constant's values only in the graph that holds it
         used = {name for node in subgraph.node for name in node.input}
         subgraph.initializer.extend(tensor for name, tensor in small.items() if name in used)
-    for scope in (proto.graph, *subgraphs_of(proto.graph)):
+    for scope in reversed([proto.graph, *subgraphs_of(proto.graph)]):  # inner ones first: their nodes are copied
         _hide_values_of_slices(scope, small)
     try:
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
