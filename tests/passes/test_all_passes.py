@@ -118,6 +118,18 @@ def test_the_table_keeps_outputs_and_has_nothing_left_to_do(tools, family: str, 
     assert [(report.name, report.rewrites) for report in twice.reports if report.rewrites] == []
 
 
+def test_the_table_folds_what_transposes_kept_apart(tmp_path):
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]> g (float[n,2,8,8] x) => (float[n,2,8,8] y) <float[1] c = {2}> {
+            a = Conv(x, w) b = Transpose<perm = [0, 2, 3, 1]>(a) d = Mul(b, c) y = Transpose<perm = [0, 3, 1, 2]>(d)
+        }"""
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((2, 2, 1, 1), np.float32), "w"))
+    onnx.save(model, tmp_path / "m.onnx")
+    run_passes(onnx_model_from_path(tmp_path / "m.onnx"), tmp_path / "after.onnx", standard_passes(PassTarget()))
+    assert [node.op_type for node in onnx.load(tmp_path / "after.onnx").graph.node] == ["Conv"]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @examples(50)
 @given(random=RANDOM)
