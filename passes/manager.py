@@ -188,6 +188,7 @@ class _Workspace:
             try:
                 errors, limit, problem = self.judge.judge(graph_pass.effect, self.graph, self.current, candidate)
             except CannotJudge as reason:
+                limit = limit_for(graph_pass.effect, self.graph)
                 outcome.notes.append(f"not judged: {reason}")
             if problem is None:
                 timing = self.judge.time(self.current, candidate)
