@@ -188,10 +188,10 @@ def _timings(results: Results) -> str:
 All sessions of a table are open at once and take turns, in a new order each round, with equally many threads that rest
 between runs (`session.force_spinning_stop`): median milliseconds of one run and its quartiles. "Before" is the
 model before all passes, "after" the same model with all of them. Rows are ONNX Runtime's own rewrites, at the level
-named; Kiln opens a graph at ORT_ENABLE_ALL without `SkipLayerNormFusion` and `BiasGeluFusion`. Compare the columns of one row for the same
-session options, and the first row's "before" with the second row's "after" for what a user gets. The last table gives
-floors: the products of a run at this machine's FP32 peak, or a step's weights at its read bandwidth, measured in the
-same minute; and where the time goes after the passes."""
+named; Kiln opens a graph at ORT_ENABLE_ALL without `SkipLayerNormFusion` and `BiasGeluFusion`. Compare the columns of
+one row for the same session options, and the first row's "before" with the second row's "after" for what a user gets.
+The last table gives floors: the products of a run at this machine's FP32 peak, or a step's weights at its read
+bandwidth, measured in the same minute; and where the time goes after the passes."""
     ]
     floors = []
     for model in results.models:
