@@ -24,6 +24,8 @@ from pipeline.verify import feeds_from_file
 from plugins.errors import KilnError
 
 DEFAULTS = OptimizeConfig()
+_NOTES = 3
+"""Notes of a pass that are shown without --verbose: what it left alone, and why."""
 
 
 def switches_from_options(
@@ -158,8 +160,11 @@ def optimize_command(
 
     def observe(report: PassReport) -> None:
         progress.note(f"{report.name}: {result_of(report)} ({report.seconds:.2f} s)")
-        for note in report.notes:
-            progress.detail(note)
+        shown = report.notes if verbose else report.notes[:_NOTES]
+        for note in shown:
+            progress.note(f"  {note}")
+        if len(shown) < len(report.notes):
+            progress.note(f"  and {len(report.notes) - len(shown)} more; see --verbose or --json")
 
     out.parent.mkdir(parents=True, exist_ok=True)
     with progress.stage("passes"):

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from passes_report.cases import CASES, Case, Check, embeddings
 from passes_report.page import ModelResult, Pruned, Results, page
-from passes_report.timing import PLAIN, time_model, time_skip_norms
+from passes_report.timing import time_model, time_skip_norms
 
 from engines.sku import resolve_sku
 from passes.manager import Errors, PassReport
@@ -75,9 +75,9 @@ def report_model(
             *case.checks(before.path, after.path, reports),
         ]
         result = ModelResult(case.name, case.origin, reports, whole, backend, checks)
-    if seconds is not None and (before.decoder or case.name in PLAIN):
+    if seconds is not None:
         with progress.stage(f"{case.name}: times"):
-            result.workloads = time_model(case.name, before, after, threads, seconds)
+            result.workloads = time_model(case.name, before, after, gate.inputs, threads, seconds)
     pruned = prune(before, folder) if case.name == "minilm" else None
     return result, pruned
 

@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from passes.onnx_model import DecoderSpec, OnnxModel
 from pipeline.compare.onnx_subject import bound_graph
 from pipeline.floors import decoder_work_from_graph, plain_operations
 from pipeline.packed import step_inputs_of_prompt
+from pipeline.verify import Feeds
 from plugins.build import cpu_library
 from plugins.measure import fp32_peak, read_bandwidth
 
@@ -71,20 +72,29 @@ _IMAGES = {"batch 1": (1, 3, 224, 224), "batch 8": (8, 3, 224, 224)}
 PLAIN: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "efficientnet-lite0": _IMAGES,
     "efficientnet-lite0-unfolded": _IMAGES,
+    "pp-ocr-det": {"a page of 640 x 640": (1, 3, 640, 640)},
+    "pp-ocr-rec": {"a line of 48 x 320": (1, 3, 48, 320)},
+    "pp-ocr-cls": {"a line of 48 x 192": (1, 3, 48, 192)},
     "minilm": {"1 text of 128 tokens": (1, 128), "8 texts of 128 tokens": (8, 128)},
 }
 """Shapes of all inputs of a workload, by model and workload."""
 
 
-def time_model(name: str, before: OnnxModel, after: OnnxModel, threads: int, seconds: float) -> list[Workload]:
-    """Nothing for models without workloads here. `seconds` for each workload, or three rounds if they take longer."""
+def time_model(
+    name: str, before: OnnxModel, after: OnnxModel, inputs: Sequence[Feeds], threads: int, seconds: float
+) -> list[Workload]:
+    """A model without workloads here is timed on the first of `inputs`.
+
+    `seconds` for each workload, or three rounds if they take longer.
+    """
     with tempfile.TemporaryDirectory(prefix="kiln-times-") as folder:
         graphs = {"before": bound_graph(before.path, Path(folder)), "after": after.path}
         if before.decoder is not None:
             return _time_decoder(graphs, before.decoder, threads, seconds)
+        workloads = {title: feeds_of(before, shape) for title, shape in PLAIN.get(name, {}).items()}
         return [
-            _time_plain(workload, graphs, feeds_of(before, shape), threads, seconds)
-            for workload, shape in PLAIN.get(name, {}).items()
+            _time_plain(title, graphs, feeds, threads, seconds)
+            for title, feeds in (workloads or {"one call": dict(inputs[0])}).items()
         ]
 
 

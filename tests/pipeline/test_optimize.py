@@ -91,6 +91,18 @@ def test_all_passes_by_default(net):
     np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
 
 
+def test_batch_norm_in_training_mode_is_left_with_a_message(net):
+    model = onnx.load(net)
+    norm = next(node for node in model.graph.node if node.op_type == "BatchNormalization")
+    norm.attribute.append(onnx.helper.make_attribute("training_mode", 1))
+    norm.output.extend(["running_mean", "running_var"])
+    onnx.save(model, net)
+    result = CliRunner().invoke(kiln_group, ["optimize", str(net), "--out", str(net.with_name("out.onnx"))])
+    assert result.exit_code == 0
+    assert "training mode" in result.stderr
+    assert "BatchNormalization" in operators(net.with_name("out.onnx"))
+
+
 @pytest.mark.parametrize("name", ["fold_batch_norm", "remove_no_ops", "fuse_swiglu"])
 def test_every_pass_has_a_switch(net, name):
     _, without = report_of(net, "--disable", name)
