@@ -8,7 +8,7 @@ from engines.sku import Sku
 from passes.manager import PassReport, run_passes
 from passes.onnx_model import OnnxModel
 from passes.standard import Backend, IoLayout, PassSwitches, PassTarget, Precision, standard_passes
-from pipeline.verify import Feeds, NumericGate, StepClock
+from pipeline.verify import LONG, Feeds, NumericGate, StepClock
 from plugins.build import cpu_library
 from plugins.errors import KilnError
 
@@ -25,6 +25,8 @@ class OptimizeConfig:
     verify: bool = True
     measure: bool = False
     threads: int | None = None
+    long_tokens: int = LONG
+    """Of the longest prompt on which a decoder's passes are judged."""
 
 
 def optimize(
@@ -44,7 +46,11 @@ def optimize(
         raise KilnError(f"this machine cannot time graphs for SKU {sku.name}; leave --measure out")
     runs = config.verify or config.measure or config.precision != "fp32"
     plugins = [cpu_library()] if model.decoder and runs else []
-    gate = NumericGate(model, plugins, inputs, sku.is_cpu) if config.verify or config.precision != "fp32" else None
+    gate = (
+        NumericGate(model, plugins, inputs, sku.is_cpu, config.long_tokens)
+        if config.verify or config.precision != "fp32"
+        else None
+    )
     pass_target = PassTarget(
         backend=_BACKENDS[sku.provider],
         decoder=model.decoder,

@@ -26,8 +26,8 @@ from pipeline.packed import decoder_feeds, packed_logits, step_inputs_of_prompt
 from pipeline.ranges import measure_ranges
 from plugins.errors import KilnError
 
-LONG = 2048
-"""Tokens of the long input of a decoder, where its context allows it."""
+LONG = 1024
+"""Tokens of a decoder's long input by default, where its context allows it."""
 TIMED_TOKENS = 512
 _LONG_SIZES = {"i": (2048, 1024, 512, 256), "f": (640, 320, 160)}
 """Sizes tried for the dynamic dimensions of the long input, by kind of the input's type: tokens, or pixels."""
@@ -49,12 +49,13 @@ class NumericGate:
         plugins: Sequence[Path] = (),
         inputs: Sequence[Feeds] | None = None,
         for_this_machine: bool = True,
+        long_tokens: int = LONG,
     ) -> None:
         """`inputs` replaces the generated ones, for a model that does not take random values.
 
         With `for_this_machine` False a model for which this CPU has no kernels is not judged, instead of refused.
         """
-        self.for_this_machine = for_this_machine
+        self.for_this_machine, self.long_tokens = for_this_machine, long_tokens
         self.decoder, self.plugins = model.decoder, tuple(plugins)
         self.inputs = tuple(inputs or (() if model.decoder else generated_inputs(model, plugins)))
         self._kept: tuple[Path, list[Outputs]] | None = None
@@ -87,7 +88,8 @@ class NumericGate:
         if self.decoder is None:
             return run_plain(path, self.plugins, self.inputs, optimized=optimized)
         with tempfile.TemporaryDirectory(prefix="kiln-gate-") as folder:
-            return _decoder_outputs(bound_graph(path, Path(folder)), self.decoder, self.plugins, optimized)
+            bound = bound_graph(path, Path(folder))
+            return _decoder_outputs(bound, self.decoder, self.plugins, self.long_tokens, optimized)
 
 
 class StepClock:
@@ -195,11 +197,11 @@ def run_plain(
 
 
 def _decoder_outputs(
-    path: Path, decoder: DecoderSpec, plugins: Sequence[Path], optimized: bool = False
+    path: Path, decoder: DecoderSpec, plugins: Sequence[Path], long_tokens: int, optimized: bool
 ) -> list[Outputs]:
     """A long prompt in one step, beside a short one; then a step of single tokens."""
     generator = np.random.default_rng(3)
-    lengths = [min(LONG, decoder.max_context), min(37, decoder.max_context)]
+    lengths = [min(long_tokens, decoder.max_context), min(37, decoder.max_context)]
     texts = [generator.integers(0, decoder.vocab_size, length) for length in lengths]
     steps = [[max(length - 1, 1) for length in lengths], [1, 1]]
     rows = packed_logits(path, decoder, plugins, texts, steps, optimized=optimized, last_rows=_ROWS)

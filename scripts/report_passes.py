@@ -34,12 +34,14 @@ from pipeline.optimize import OptimizeConfig, optimize
 from pipeline.packed import packed_logits
 from pipeline.pass_report import record_from_report, result_of
 from pipeline.progress import Progress
-from pipeline.verify import LONG, NumericGate, errors_between, run_plain
+from pipeline.verify import NumericGate, errors_between, run_plain
 from plugins.build import cpu_library
 from plugins.measure import usable_cpus
 
 WHOLE = 1e-4
 """Relative error that all passes together may cause; more only where ONNX Runtime's own rewrites cause more."""
+LONG_PROMPT = 2048
+"""Tokens of the prompt on which decoders are judged."""
 PRUNED = 0.25
 MEASURED = ("minilm", "smollm2")
 """Models on which each pass is timed by itself."""
@@ -59,10 +61,10 @@ def report_model(
             progress.note(f"{report.name}: {result_of(report)}")
 
     with progress.stage(f"{case.name}: passes"):
-        config = OptimizeConfig(measure=measure, threads=threads)
+        config = OptimizeConfig(measure=measure, threads=threads, long_tokens=LONG_PROMPT)
         after, reports = optimize(before, folder / "optimised.onnx", resolve_sku("cpu"), config, inputs, observe)
     with progress.stage(f"{case.name}: checks"):
-        gate = NumericGate(before, [cpu_library()], inputs)
+        gate = NumericGate(before, [cpu_library()], inputs, long_tokens=LONG_PROMPT)
         whole, backend = gate(before.path, after.path), backend_errors(before, gate)
         limit = max(WHOLE, backend.relative)
         checks = [
@@ -89,10 +91,12 @@ def backend_errors(model: OnnxModel, gate: NumericGate) -> Errors:
         if model.decoder is None:
             runs.append(run_plain(model.path, gate.plugins, gate.inputs, optimized=optimized))
             continue
-        text = np.random.default_rng(3).integers(0, model.decoder.vocab_size, LONG)
+        text = np.random.default_rng(3).integers(0, model.decoder.vocab_size, LONG_PROMPT)
         with tempfile.TemporaryDirectory(prefix="kiln-passes-") as folder:
             path = bound_graph(model.path, Path(folder))
-            rows = packed_logits(path, model.decoder, gate.plugins, [text], [[LONG]], optimized=optimized, last_rows=32)
+            rows = packed_logits(
+                path, model.decoder, gate.plugins, [text], [[LONG_PROMPT]], optimized=optimized, last_rows=32
+            )
         runs.append([{"logits": rows[0]}])
     return errors_between(*runs)
 
