@@ -129,7 +129,7 @@ class Engine:
     @property
     def free_blocks(self) -> int:
         """Cache blocks that no request holds; all of them when nothing runs."""
-        return self._require_worker().pool.free
+        return self._require_worker().pool.available
 
     def submit(self, request: Request) -> Stream:
         """Queue a request and return at once.

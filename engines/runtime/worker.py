@@ -6,6 +6,7 @@ that has its outcome are free while the engine is open.
 """
 
 import threading
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,7 +85,7 @@ class DecodeWorker:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                batch = self._scheduler.schedule()
+                batch = self._scheduler.schedule(time.monotonic())
                 if batch:
                     self._step(batch)
         except BaseException as error:  # a bug of ours: nobody may wait for ever because of it
