@@ -186,7 +186,7 @@ class Engine:
         if self._tokenizer is not None:
             text = self._tokenizer.text_stream(token_ids, request.sampling.stop)
         max_tokens = room if wanted is None else min(room, wanted)
-        return self._require_worker().submit(token_ids, max_tokens, request.sampling, text)
+        return self._require_worker().submit(token_ids, max_tokens, request, text)
 
     def _token_ids(self, request: Request) -> list[int]:
         """The request's prompt as checked token ids."""

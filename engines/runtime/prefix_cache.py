@@ -22,6 +22,11 @@ class PrefixStatistics:
     saved_tokens: int = 0
 
 
+def salt_of_tenant(tenant: str) -> bytes:
+    """The parent of a tenant's first blocks; empty for no tenant."""
+    return hashlib.blake2b(tenant.encode(), digest_size=16).digest() if tenant else b""
+
+
 class PrefixCache:
     """Names full blocks and gives sequences the blocks of a prefix that is known. Not thread-safe."""
 

@@ -1,7 +1,8 @@
 """What a caller asks for and what comes back. Data only: no tokenizer, no scheduling.
 
 Finish reasons: `stop` (an end-of-sequence token or a stop string), `length` (max_tokens or the context is
-used up), `cancelled` (by the caller, or by closing the engine), `error` (the step or the sampler failed).
+used up), `cancelled` (by the caller, or by closing the engine), `timeout` (its deadline passed), `error` (the step or
+the sampler failed).
 """
 
 import math
@@ -9,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engines.runtime.sequence import LANES, Lane
 from plugins.errors import KilnError
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 _MAX_SEED = 2**64
 
@@ -69,8 +71,20 @@ class Request:
 
     prompt: str | tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    lane: Lane = "interactive"
+    """`interactive` goes first; `batch` takes what is left, and its share where both want more than there is."""
+    timeout: float | None = None
+    """Seconds after which the request ends with what it has; None: never."""
+    tenant: str = ""
+    """Requests share the cached prefixes of their own tenant only."""
 
     def __post_init__(self) -> None:
+        if self.lane not in LANES:
+            raise KilnError(f"lane is {self.lane!r}; expected one of {', '.join(LANES)}")
+        if self.timeout is not None:
+            _check_number("timeout", self.timeout, "None or a positive number of seconds", lambda x: x > 0)
+        if not isinstance(self.tenant, str):
+            raise KilnError(f"tenant is {self.tenant!r}; expected text")
         if isinstance(self.prompt, str):
             return
         if not isinstance(self.prompt, Sequence) or not all(type(token) is int for token in self.prompt):

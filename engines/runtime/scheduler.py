@@ -118,17 +118,13 @@ class Scheduler:
         return bool(self._running or any(self._waiting.values()))
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a new sequence.
+        """Queue a new sequence; `require_room` is the caller's to ask, when the request arrives.
 
-        Raises KilnError when it could never run, QueueFullError when too many wait, ValueError for an id already here.
+        Raises KilnError when it could never run, ValueError for an id already here.
         """
         if sequence.id in self._running or any(sequence.id in queue for queue in self._waiting.values()):
             raise ValueError(f"sequence {sequence.id} was submitted already")
         self.require_possible(sequence)
-        if sum(map(len, self._waiting.values())) >= self.config.max_waiting:
-            raise QueueFullError(
-                f"{self.config.max_waiting} requests wait already, which is the limit (max_waiting); try again later"
-            )
         self._waiting[sequence.lane][sequence.id] = sequence
 
     def require_possible(self, sequence: Sequence) -> None:
@@ -139,6 +135,13 @@ class Scheduler:
                 f"a request of {sequence.prompt_length} prompt tokens and {sequence.max_tokens} to generate needs "
                 f"{needed} cache blocks of {self.block_size} tokens, the engine has {self.pool.total}; "
                 "lower max_tokens, shorten the prompt or open the engine with more kv_blocks"
+            )
+
+    def require_room(self, arriving: int = 0) -> None:
+        """Raise QueueFullError when, with `arriving` others, as many wait as may. Any thread may call."""
+        if sum(map(len, self._waiting.values())) + arriving >= self.config.max_waiting:
+            raise QueueFullError(
+                f"{self.config.max_waiting} requests wait already, which is the limit (max_waiting); try again later"
             )
 
     def expired(self, now: float) -> list[Sequence]:

@@ -14,7 +14,8 @@ import numpy as np
 from engines.backends.base import DecoderBackend
 from engines.runtime.block_pool import BlockPool
 from engines.runtime.packing import step_inputs_from_batch
-from engines.runtime.request import FinishReason, SamplingParams, TokenChunk
+from engines.runtime.prefix_cache import salt_of_tenant
+from engines.runtime.request import FinishReason, Request, SamplingParams, TokenChunk
 from engines.runtime.sampler import NonFiniteLogitsError, generator_from_seed, sample_rows
 from engines.runtime.scheduler import Batch, Scheduler, SchedulerConfig
 from engines.runtime.sequence import Sequence
@@ -52,18 +53,30 @@ class DecodeWorker:
         self._thread = threading.Thread(target=self._run, name="kiln-decode", daemon=True)
         self._thread.start()
 
-    def submit(
-        self, prompt: list[int], max_tokens: int, sampling: SamplingParams, text: TextStream | None = None
-    ) -> Stream:
-        """Queue a request. Raises KilnError when it can never fit, or the engine is closed or broken."""
+    def submit(self, prompt: list[int], max_tokens: int, request: Request, text: TextStream | None = None) -> Stream:
+        """Queue a request.
+
+        Raises KilnError when it can never fit, or the engine is closed or broken; QueueFullError when too many wait.
+        """
+        now = time.monotonic()
         with self._changed:
             if self._failure is not None:
                 raise KilnError(f"the engine has stopped: {self._failure!r}; open it again") from self._failure
             if self._closing:
                 raise KilnError("the engine is closed; open it again")
-            sequence = Sequence(self._next_id, prompt, max_tokens)
+            sequence = Sequence(
+                self._next_id,
+                prompt,
+                max_tokens,
+                lane=request.lane,
+                arrival=now,
+                deadline=None if request.timeout is None else now + request.timeout,
+                salt=salt_of_tenant(request.tenant),
+            )
             self._scheduler.require_possible(sequence)
+            self._scheduler.require_room(len(self._arrivals))
             stream = Stream(len(prompt), lambda: self._cancel(sequence.id))
+            sampling = request.sampling
             self._arrivals.append(_Active(sequence, sampling, generator_from_seed(sampling.seed), text, stream))
             self._next_id += 1
             self._changed.notify()
@@ -85,7 +98,12 @@ class DecodeWorker:
     def _run(self) -> None:
         try:
             while self._take_commands():
-                batch = self._scheduler.schedule(time.monotonic())
+                now = time.monotonic()
+                for sequence in self._scheduler.expired(now):
+                    self._finish(self._active[sequence.id], (), "", "timeout")
+                if self._scheduler.wait(now) > 0:
+                    continue
+                batch = self._scheduler.schedule(now)
                 if batch:
                     self._step(batch)
         except BaseException as error:  # a bug of ours: nobody may wait for ever because of it
@@ -98,9 +116,11 @@ class DecodeWorker:
     def _take_commands(self) -> bool:
         """Wait until there is something to do, and take in what was left here; False when closing."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closing or self._arrivals or self._cancelled or self._scheduler.has_work
-            )
+            while not (self._closing or self._arrivals or self._cancelled):
+                pause = self._pause()
+                if pause == 0:
+                    break
+                self._changed.wait(pause)
             if self._closing:
                 return False
             arrivals, self._arrivals = self._arrivals, []
@@ -112,6 +132,14 @@ class DecodeWorker:
             if sequence_id in self._active:  # else it was done before the cancellation came
                 self._finish(self._active[sequence_id], (), "", "cancelled")
         return True
+
+    def _pause(self) -> float | None:
+        """Seconds until there is something to do without a new command; None: for ever."""
+        if not self._scheduler.has_work:
+            return None
+        now = time.monotonic()
+        due = [sequence.deadline - now for sequence in self._scheduler.waiting if sequence.deadline is not None]
+        return max(0.0, min([self._scheduler.wait(now), *due]))
 
     def _step(self, batch: Batch) -> None:
         """Compute one batch; an error fails the requests in it and nobody else."""

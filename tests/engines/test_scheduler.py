@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.submit(sequence)
         elif len(self.scheduler.waiting) >= 40:
             with pytest.raises(QueueFullError, match="40 requests wait already"):
-                self.scheduler.submit(sequence)
+                self.scheduler.require_room()
         else:
             self.scheduler.submit(sequence)
             self.live[sequence.id] = sequence
