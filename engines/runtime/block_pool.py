@@ -124,6 +124,9 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def knows(self, content: BlockHash) -> bool:
+        return content in self._block_of
+
     def held_prefix(self, contents: Sequence[BlockHash]) -> int:
         """How many of the leading known `contents` lie in held blocks: sharing those leaves `available` as it is."""
         held = 0

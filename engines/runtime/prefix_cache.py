@@ -40,6 +40,19 @@ class PrefixCache:
         """Leading blocks of a sequence that are known and held by others, so that taking them takes none away."""
         return self.pool.held_prefix(self._reusable(sequence)) if self.enabled else 0
 
+    def next_unknown(self, sequence: Sequence) -> BlockHash | None:
+        """Name of the first block that could be shared but is not known; None if there is none."""
+        if not self.enabled:
+            return None
+        return next((name for name in self._reusable(sequence) if not self.pool.knows(name)), None)
+
+    def coming(self, sequence: Sequence) -> list[BlockHash]:
+        """Names of the blocks that will be known once a running sequence's known tokens are computed."""
+        if not self.enabled:
+            return []
+        last = len(sequence.token_ids) // self.block_size
+        return self._names(sequence, last)[sequence.computed // self.block_size :]
+
     def attach(self, sequence: Sequence) -> int:
         """Give a sequence without blocks those of its known prefix; returns the tokens that are so computed already."""
         assert not sequence.blocks

@@ -8,7 +8,8 @@ seconds of any monotonic clock. Rules:
    that nothing starves.
 2. Admission: the next waiting sequence runs when fewer than `max_running` run and its known tokens fit into the pool
    beside `headroom`, which is left for those that run to grow (a sequence that would run alone needs none). Blocks of a
-   known prefix are shared and count as computed. When all places are taken, an interactive sequence that waits takes
+   known prefix are shared and count as computed; one whose next block is just being computed by another waits for
+   that, and does not hold up those behind it. When all places are taken, an interactive sequence that waits takes
    one that the batch lane has beyond its share.
 3. A step takes one token of every decoding sequence, then pieces of prompts, within `tokens_per_step`. Where both
    lanes have prompts, the interactive lane gets its share of what decoding leaves; what one lane does not need, the
@@ -21,10 +22,11 @@ seconds of any monotonic clock. Rules:
 """
 
 from array import array
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engines.runtime.block_pool import BlockPool
+from engines.runtime.block_pool import BlockHash, BlockPool
 from engines.runtime.prefix_cache import PrefixCache
 from engines.runtime.sequence import LANES, Lane, Sequence, blocks_for
 from plugins.errors import KilnError
@@ -193,26 +195,36 @@ class Scheduler:
         assert not any(len(sequence.blocks) for sequence in self.waiting)
 
     def _admit(self, now: float) -> None:
-        while (sequence := self._next_waiting(now)) is not None:
-            if len(self._running) >= self.config.max_running and not self._yield_place(sequence, now):
+        coming = {name for running in self._running.values() for name in self._coming(running)}
+        deferred = 0
+        for sequence in self._turns(now):
+            if self.prefixes.next_unknown(sequence) in coming:
+                deferred += 1
+                if deferred > self.config.max_running:
+                    return  # enough to fill every place when that prefix is there
+                continue
+            if len(self._running) >= self.config.max_running and not self._yield_place(sequence):
                 return
             if not self._give_blocks(sequence):
                 return  # nobody overtakes the one that waits for blocks
             del self._waiting[sequence.lane][sequence.id]
             self._running[sequence.id] = sequence
+            coming.update(self._coming(sequence))
 
-    def _next_waiting(self, now: float) -> Sequence | None:
-        """Whose turn it is: the first of the interactive lane, unless an aged batch sequence came before it."""
-        first: dict[Lane, Sequence | None] = {
-            lane: next(iter(queue.values()), None) for lane, queue in self._waiting.items()
-        }
-        interactive, batch = first["interactive"], first["batch"]
-        if interactive is None or batch is None:
-            return interactive or batch
-        aged = now - batch.arrival >= self.config.ageing
-        return batch if aged and batch.arrival < interactive.arrival else interactive
+    def _coming(self, sequence: Sequence) -> list[BlockHash]:
+        return [] if sequence.decoding else self.prefixes.coming(sequence)
 
-    def _yield_place(self, sequence: Sequence, now: float) -> bool:
+    def _turns(self, now: float) -> Iterator[Sequence]:
+        """Who waits, in the order of turns: interactive ones first, but after aged batch sequences that came before."""
+        interactive, batch = (deque(self._waiting[lane].values()) for lane in LANES)
+        while interactive or batch:
+            aged = batch and now - batch[0].arrival >= self.config.ageing
+            if not interactive or (aged and batch[0].arrival < interactive[0].arrival):
+                yield batch.popleft()
+            else:
+                yield interactive.popleft()
+
+    def _yield_place(self, sequence: Sequence) -> bool:
         """Take a place from the batch lane for an interactive sequence, if that lane has more than its share."""
         if sequence.lane != "interactive":
             return False

@@ -10,13 +10,14 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engines.backends.base import DecoderBackend
 from engines.runtime.block_pool import BlockPool
 from engines.runtime.packing import step_inputs_from_batch
 from engines.runtime.prefix_cache import salt_of_tenant
-from engines.runtime.request import FinishReason, Request, SamplingParams, TokenChunk
-from engines.runtime.sampler import NonFiniteLogitsError, generator_from_seed, sample_rows
+from engines.runtime.request import FinishReason, Request, SamplingParams, TokenChunk, TokenLogprobs
+from engines.runtime.sampler import NonFiniteLogitsError, generator_from_seed, logprobs_of, sample_rows
 from engines.runtime.scheduler import Batch, Scheduler, SchedulerConfig
 from engines.runtime.sequence import Sequence
 from engines.runtime.stream import Stream
@@ -147,37 +148,51 @@ class DecodeWorker:
             logits = self.backend.step(step_inputs_from_batch(batch, self.backend.kv.block_size))
             self._scheduler.advance(batch)
             sampling = [self._active[chunk.sequence.id] for chunk in batch if chunk.samples]
-            tokens = sample_rows(logits, [a.sampling for a in sampling], [a.generator for a in sampling])
+            tokens = sample_rows(
+                logits,
+                [a.sampling for a in sampling],
+                [a.generator for a in sampling],
+                [a.sequence for a in sampling],
+            )
         except Exception as error:
             for chunk in batch:
                 self._fail(self._active[chunk.sequence.id], error)
             return
-        for active, token in zip(sampling, tokens, strict=True):
+        for active, token, row in zip(sampling, tokens, logits, strict=True):
             try:
-                self._accept(active, token)
+                self._accept(active, token, row)
             except Exception as error:
                 self._fail(active, error)
 
-    def _accept(self, active: _Active, token: int | NonFiniteLogitsError) -> None:
+    def _accept(self, active: _Active, token: int | NonFiniteLogitsError, logits: NDArray[np.float32]) -> None:
         """Add a sampled token to a request, and end the request if it is the last."""
         if isinstance(token, NonFiniteLogitsError):
             raise token
+        wanted = active.sampling.logprobs
+        logprobs = () if wanted is None else (logprobs_of(logits, token, wanted),)
         active.sequence.append(token)
         ended = token in self._eos and not active.sampling.ignore_eos
         text = "" if ended or active.text is None else active.text.push(token)
         if ended or (active.text is not None and active.text.stopped):
-            self._finish(active, (token,), text, "stop")
+            self._finish(active, (token,), text, "stop", logprobs)
         elif active.sequence.used_up:
-            self._finish(active, (token,), text, "length")
+            self._finish(active, (token,), text, "length", logprobs)
         else:
-            active.stream.push(TokenChunk((token,), text))
+            active.stream.push(TokenChunk((token,), text, None, logprobs))
 
-    def _finish(self, active: _Active, tokens: tuple[int, ...], text: str, reason: FinishReason) -> None:
+    def _finish(
+        self,
+        active: _Active,
+        tokens: tuple[int, ...],
+        text: str,
+        reason: FinishReason,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
         """Free a request's blocks, then tell its reader: who sees the outcome sees the blocks free."""
         self._forget(active)
         if active.text is not None:
             text += active.text.finish()
-        active.stream.push(TokenChunk(tokens, text, reason))
+        active.stream.push(TokenChunk(tokens, text, reason, logprobs))
 
     def _fail(self, active: _Active, error: BaseException) -> None:
         self._forget(active)

@@ -327,15 +327,15 @@ def test_a_full_queue_refuses_clearly_and_loses_nobody(fake_backend):
     decoder = DecoderSpec(backend.kv, backend.vocabulary, 100, (1,))
     config = SchedulerConfig(max_running=1, tokens_per_step=8, max_waiting=3)
     with Engine.from_decoder(backend, decoder, config=config) as engine:
-        streams, refused = [], 0
+        streams, refused = [], []
         for number in range(12):
             try:
                 streams.append(engine.submit(Request((2 + number,), SamplingParams(max_tokens=2))))
             except QueueFullError as error:
-                assert "3 requests wait already" in str(error)
-                refused += 1
+                refused.append(str(error))
         backend.gate.set()
-        assert refused >= 7
+        assert len(refused) >= 7
+        assert all("3 requests wait already" in message for message in refused)
         assert all(stream.result(10).finish_reason == "length" for stream in streams)
 
 
@@ -359,3 +359,21 @@ def test_a_shared_prefix_is_computed_once_and_tenants_do_not_share(fake_engine):
         engine.generate([Request((*prefix, 50), SamplingParams(max_tokens=1), tenant=tenant)])
         tokens.append(sum(len(step.input_ids) for step in engine.backend.steps) - before)
     assert tokens == [33, 1, 33]
+
+
+def test_logprobs_come_with_the_tokens(fake_engine):
+    engine = fake_engine()
+    (completion,) = engine.generate([(5, 6, 7)], SamplingParams(max_tokens=4, logprobs=2))
+    assert [entry.token for entry in completion.logprobs] == list(completion.token_ids)
+    assert all(len(entry.top) == 2 and entry.top[0] == (entry.token, entry.logprob) for entry in completion.logprobs)
+    (without,) = engine.generate([(5, 6, 7)], SamplingParams(max_tokens=4))
+    assert without.logprobs == ()
+
+
+def test_penalties_see_the_whole_history_also_after_preemption(fake_engine):
+    prompts = [tuple(range(10 * n + 2, 10 * n + 12)) for n in range(5)]
+    sampling = SamplingParams(max_tokens=30, presence_penalty=2.0, repetition_penalty=1.5, temperature=0.8, seed=3)
+    expected = [c.token_ids for c in fake_engine(num_blocks=200, max_running=5).generate(prompts, sampling)]
+    tight = fake_engine(num_blocks=14, max_running=5)
+    assert [c.token_ids for c in tight.generate(prompts, sampling)] == expected
+    assert tight._worker._scheduler.preemptions > 0

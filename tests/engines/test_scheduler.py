@@ -333,3 +333,30 @@ def test_packing_gives_positions_slots_and_rows():
 def test_limits_that_make_no_sense_are_refused(options, message):
     with pytest.raises(KilnError, match=message):
         SchedulerConfig(**options)
+
+
+def test_those_that_share_a_prefix_with_one_that_is_just_computed_wait_for_it():
+    scheduler = scheduler_of(tokens_per_step=16, max_running=8)
+    prompt = list(range(20))
+    for number in range(4):
+        scheduler.submit(Sequence(number, [*prompt, 50 + number], 2))
+    scheduler.submit(Sequence(9, [1, 2, 3], 2))
+    assert sorted(lengths(scheduler.schedule(0.0))) == [(0, 16)]
+    assert {s.id for s in scheduler.running} == {0, 9}, "one with another prompt is not held up"
+    computed = 0
+    while scheduler.has_work:
+        computed += sum(chunk.length for chunk in scheduler.schedule(0.0))
+        run_step(scheduler)
+    assert computed == 21 + 3 + 3 * 1 + 5, "the prefix once, one token of each other, and one decode step each"
+
+
+def test_nobody_waits_for_a_prefix_whose_owner_is_gone():
+    scheduler = scheduler_of(tokens_per_step=4)
+    first, second = (Sequence(number, [*range(20), number], 2) for number in range(2))
+    for sequence in (first, second):
+        scheduler.submit(sequence)
+    run_step(scheduler)
+    assert scheduler.waiting == (second,)
+    scheduler.finish(first)
+    assert lengths(scheduler.schedule(0.0)) == [(1, 4)]
+    assert second.computed == 4, "what was computed is shared"
