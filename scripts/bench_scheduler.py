@@ -1,6 +1,6 @@
 """What a step of the scheduler costs by itself, without a model: a table, then one JSON line.
 
-For each number of running sequences: microseconds of `schedule` and `advance` while all of them decode, and with packing
+For each number of running sequences: microseconds of `schedule` and `advance` while all of them decode, and of packing
 into arrays; the floor is a loop in Python that only appends a token to each sequence.
 
     python scripts/bench_scheduler.py [--steps N]
