@@ -30,6 +30,7 @@ from rich.table import Table
 from engines.bundle import EngineBundle, open_bundle
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
+from engines.runtime.scheduler import SchedulerConfig
 from passes.onnx_model import DecoderSpec, load_structure
 from pipeline.compare.inputs import input_specs_from_graph, sample_of_batch
 from pipeline.compare.machine import machine_description, package_versions
@@ -128,8 +129,9 @@ def bench(bundle_path: Path, config: BenchConfig, progress: Progress) -> BenchRe
     with progress.stage("measure this machine's limits"):
         before = measure_limits(threads)
     reset_peak_memory()
+    scheduling = SchedulerConfig(max_running=max(config.decode_batches), share_prefixes=False)
     with progress.stage("open"):
-        engine = Engine.open(bundle_path, max_running=max(config.decode_batches), threads=threads)
+        engine = Engine.open(bundle_path, config=scheduling, threads=threads)
     with engine:
         decoder = bundle.manifest.decoder
         if decoder is None:

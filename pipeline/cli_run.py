@@ -7,6 +7,7 @@ import click
 
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
+from engines.runtime.scheduler import SchedulerConfig
 from plugins.errors import KilnError
 
 Messages = list[dict[str, str]]
@@ -48,7 +49,7 @@ def run_bundle_command(
     if prompt is None and not sys.stdin.isatty():
         prompt = _piped()
     history: Messages = [{"role": "system", "content": system}] if system is not None else []
-    with Engine.open(bundle, max_running=1, threads=threads) as engine:
+    with Engine.open(bundle, config=SchedulerConfig(max_running=1), threads=threads) as engine:
         if prompt is None:
             _converse(engine, history, raw, sampling)
         else:

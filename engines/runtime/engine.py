@@ -58,18 +58,15 @@ class Engine:
         path: str | Path,
         *,
         kv_blocks: int | None = None,
-        max_running: int = SchedulerConfig.max_running,
-        tokens_per_step: int = SchedulerConfig.tokens_per_step,
+        config: SchedulerConfig | None = None,
         threads: int | None = None,
     ) -> "Engine":
         """Verify a bundle and open it.
 
         Args:
-            kv_blocks: blocks in the cache; by default what `max_running` full contexts need, at most a quarter
+            kv_blocks: blocks in the cache; by default what `config.max_running` full contexts need, at most a quarter
                 of the host's memory. Pages are committed only when they are first used.
-            max_running: sequences that run at a time.
-            tokens_per_step: tokens that one step computes at most; smaller keeps decoding smooth while prompts
-                come in, larger finishes prompts sooner.
+            config: how requests share the engine: places, tokens a step, lanes, prefixes, queue.
             threads: threads of one step; None uses every CPU that this process may run on.
 
         Raises KilnError (BundleError) when the bundle does not verify or cannot run here.
@@ -82,8 +79,8 @@ class Engine:
         if manifest.decoder is None:
             model = OnnxRuntimeModel(bundle.engine_path, provider=provider, plugins=plugins, threads=threads)
             return cls.from_model(model, name=manifest.name)
-        config = SchedulerConfig(max_running, tokens_per_step)
-        blocks = default_kv_blocks(manifest.decoder, max_running) if kv_blocks is None else kv_blocks
+        config = config or SchedulerConfig()
+        blocks = default_kv_blocks(manifest.decoder, config.max_running) if kv_blocks is None else kv_blocks
         backend = OnnxRuntimeDecoder(
             bundle.engine_path, manifest.decoder.kv, blocks, provider=provider, plugins=plugins, threads=threads
         )
@@ -129,7 +126,7 @@ class Engine:
     @property
     def free_blocks(self) -> int:
         """Cache blocks that no request holds; all of them when nothing runs."""
-        return self._require_worker().pool.free
+        return self._require_worker().pool.available
 
     def submit(self, request: Request) -> Stream:
         """Queue a request and return at once.
@@ -186,7 +183,7 @@ class Engine:
         if self._tokenizer is not None:
             text = self._tokenizer.text_stream(token_ids, request.sampling.stop)
         max_tokens = room if wanted is None else min(room, wanted)
-        return self._require_worker().submit(token_ids, max_tokens, request.sampling, text)
+        return self._require_worker().submit(token_ids, max_tokens, request, text)
 
     def _token_ids(self, request: Request) -> list[int]:
         """The request's prompt as checked token ids."""

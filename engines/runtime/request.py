@@ -1,17 +1,20 @@
 """What a caller asks for and what comes back. Data only: no tokenizer, no scheduling.
 
 Finish reasons: `stop` (an end-of-sequence token or a stop string), `length` (max_tokens or the context is
-used up), `cancelled` (by the caller, or by closing the engine), `error` (the step or the sampler failed).
+used up), `cancelled` (by the caller, or by closing the engine), `timeout` (its deadline passed), `error` (the step or
+the sampler failed).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
+from engines.runtime.sequence import LANES, Lane
 from plugins.errors import KilnError
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 _MAX_SEED = 2**64
 
@@ -20,7 +23,9 @@ _MAX_SEED = 2**64
 class SamplingParams:
     """How tokens are chosen and when generation ends. Raises KilnError for a value out of range.
 
-    The filters apply in the order temperature, top_k, top_p. The default is greedy, hence reproducible.
+    Order: logit_bias, repetition_penalty, frequency and presence penalties; then, unless greedy, temperature, top_k,
+    top_p, min_p. The default is greedy, hence reproducible. Names and meanings are those of the OpenAI API; top_k,
+    min_p, repetition_penalty and ignore_eos are common additions to it.
     """
 
     temperature: float = 0.0
@@ -29,6 +34,18 @@ class SamplingParams:
     """Keep only the k most likely tokens; None keeps all."""
     top_p: float = 1.0
     """Keep the fewest most likely tokens whose probability reaches top_p, and their equals; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep only tokens at least min_p times as likely as the most likely one; 0 keeps all."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that it was generated; -2 to 2."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of a token that was generated already; -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens of the prompt and the answer, multiplies negative ones (CTRL, 1909.05858)."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Added to the logits of tokens, by id; -100 to 100."""
+    logprobs: int | None = None
+    """Report the log-probability of each token and of so many most likely ones, of the model's own distribution."""
     seed: int | None = None
     """Seed of this request's own generator; None draws one from the operating system."""
     max_tokens: int | None = None
@@ -41,6 +58,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, "0 (greedy) or a finite positive number", lambda x: x >= 0)
         _check_number("top_p", self.top_p, "a number above 0 and at most 1", lambda x: 0 < x <= 1)
+        _check_number("min_p", self.min_p, "a number from 0 to 1", lambda x: 0 <= x <= 1)
+        for name in ("frequency_penalty", "presence_penalty"):
+            _check_number(name, getattr(self, name), "a number from -2 to 2", lambda x: -2 <= x <= 2)
+        _check_number("repetition_penalty", self.repetition_penalty, "a finite number above 0", lambda x: x > 0)
+        _check_integer("logprobs", self.logprobs, "None or an integer from 0 to 20", lambda n: 0 <= n <= 20)
+        self._check_bias()
         _check_integer("top_k", self.top_k, "None (no limit) or an integer of at least 1", lambda k: k >= 1)
         _check_integer("max_tokens", self.max_tokens, "None or an integer of at least 1", lambda n: n >= 1)
         _check_integer("seed", self.seed, "None or an integer from 0 to 2**64 - 1", lambda s: 0 <= s < _MAX_SEED)
@@ -49,6 +72,22 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop))
         if not isinstance(self.ignore_eos, bool):
             raise KilnError(f"ignore_eos is {self.ignore_eos!r}; expected True or False")
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether the model's logits are changed before a token is chosen."""
+        return bool(
+            self.logit_bias or self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
+        )
+
+    def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise KilnError(f"logit_bias is {self.logit_bias!r}; expected a mapping of token ids to numbers")
+        for token, bias in self.logit_bias.items():
+            if type(token) is not int or token < 0:
+                raise KilnError(f"logit_bias has the token id {token!r}; expected an integer of at least 0")
+            _check_number(f"logit_bias of token {token}", bias, "a number from -100 to 100", lambda x: abs(x) <= 100)
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
 
 
 def _check_number(name: str, value: object, expected: str, valid: Callable[[Any], bool]) -> None:
@@ -69,8 +108,20 @@ class Request:
 
     prompt: str | tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    lane: Lane = "interactive"
+    """`interactive` goes first; `batch` takes what is left, and its share where both want more than there is."""
+    timeout: float | None = None
+    """Seconds after which the request ends with what it has; None: never."""
+    tenant: str = ""
+    """Requests share the cached prefixes of their own tenant only."""
 
     def __post_init__(self) -> None:
+        if self.lane not in LANES:
+            raise KilnError(f"lane is {self.lane!r}; expected one of {', '.join(LANES)}")
+        if self.timeout is not None:
+            _check_number("timeout", self.timeout, "None or a positive number of seconds", lambda x: x > 0)
+        if not isinstance(self.tenant, str):
+            raise KilnError(f"tenant is {self.tenant!r}; expected text")
         if isinstance(self.prompt, str):
             return
         if not isinstance(self.prompt, Sequence) or not all(type(token) is int for token in self.prompt):
@@ -78,6 +129,15 @@ class Request:
                 f"the prompt is a {type(self.prompt).__name__}; expected text or a sequence of integer token ids"
             )
         object.__setattr__(self, "prompt", tuple(self.prompt))
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities in nats at one position: of the token chosen, and of the most likely ones, the first first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -92,6 +152,8 @@ class TokenChunk:
     text: str
     finish_reason: FinishReason | None = None
     """Set on the last chunk only."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token, where the request asked for them."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +166,7 @@ class Completion:
     """The text of these tokens without special tokens, cut before a stop string; empty without a tokenizer."""
     finish_reason: FinishReason
     prompt_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class RequestError(KilnError):

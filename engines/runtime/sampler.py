@@ -4,14 +4,23 @@ Each request brings its own generator, and a row is treated by itself, so a requ
 same tokens whatever else runs. One draw is used per sampled token, none by greedy.
 """
 
+from array import array
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.runtime.request import SamplingParams
+from engines.runtime.request import SamplingParams, TokenLogprobs
 
 _FIRST_CANDIDATES = 512
+
+
+class History(Protocol):
+    """The tokens before the one to be chosen: an int32 array, the prompt's first."""
+
+    token_ids: "array[int]"
+    prompt_length: int
 
 
 class NonFiniteLogitsError(ArithmeticError):
@@ -27,17 +36,22 @@ def sample_rows(
     logits: NDArray[np.float32],
     params: Sequence[SamplingParams],
     generators: Sequence[np.random.Generator],
+    histories: Sequence[History],
 ) -> list[int | NonFiniteLogitsError]:
     """One token id per row of `logits` [rows, vocabulary], or the reason why that row has none.
 
-    All greedy rows are found in one pass over the array.
+    `histories` are the tokens before each row's. All greedy rows are found in one pass over the array.
     """
     best = np.argmax(logits, axis=-1) if len(logits) else np.empty(0, np.int64)
     chosen: list[int | NonFiniteLogitsError] = []
-    for row, (token, param, generator) in enumerate(zip(best.tolist(), params, generators, strict=True)):
+    for row, (token, param, generator, history) in enumerate(
+        zip(best.tolist(), params, generators, histories, strict=True)
+    ):
         # argmax gives the first NaN where there is one, so this one look covers the row.
         if not np.isfinite(logits[row, token]):
             chosen.append(NonFiniteLogitsError(f"the highest logit is {logits[row, token]}; expected a finite number"))
+        elif param.adjusts_logits:
+            chosen.append(sample_row(adjusted(logits[row], param, history), param, generator))
         elif param.temperature == 0:
             chosen.append(token)
         else:
@@ -45,8 +59,41 @@ def sample_rows(
     return chosen
 
 
+def adjusted(logits: NDArray[np.float32], params: SamplingParams, history: History) -> NDArray[np.float32]:
+    """A copy of `logits` [vocabulary] with bias and penalties."""
+    changed = logits.copy()
+    for token, bias in params.logit_bias.items():
+        if token < len(changed):
+            changed[token] += bias
+    if params.repetition_penalty != 1.0:
+        seen = np.unique(np.frombuffer(history.token_ids, np.int32))
+        values = changed[seen]
+        penalty = np.float32(params.repetition_penalty)
+        changed[seen] = np.where(values > 0, values / penalty, values * penalty)
+    if params.frequency_penalty or params.presence_penalty:
+        generated = np.frombuffer(history.token_ids, np.int32)[history.prompt_length :]
+        seen, counts = np.unique(generated, return_counts=True)
+        changed[seen] -= (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)
+    return changed
+
+
+def logprobs_of(logits: NDArray[np.float32], token: int, most_likely: int) -> TokenLogprobs:
+    """Log-probabilities of a token and of the `most_likely` first ones in `logits` [vocabulary]; equals by id."""
+    shifted = logits.astype(np.float64) - float(logits.max())
+    normaliser = float(np.log(np.exp(shifted).sum()))
+    top: list[int] = []
+    if most_likely:
+        least = np.partition(logits, -most_likely)[-most_likely]
+        candidates = np.flatnonzero(logits >= least)
+        order = np.lexsort((candidates, -logits[candidates]))
+        top = candidates[order[:most_likely]].tolist()
+    return TokenLogprobs(
+        token, float(shifted[token]) - normaliser, tuple((one, float(shifted[one]) - normaliser) for one in top)
+    )
+
+
 def sample_row(logits: NDArray[np.float32], params: SamplingParams, generator: np.random.Generator) -> int:
-    """Draw a token id from `logits` [vocabulary] by temperature, top_k and top_p; the highest must be finite."""
+    """Draw a token id from `logits` [vocabulary] by temperature and filters; the highest must be finite."""
     if params.temperature == 0:
         return int(np.argmax(logits))
     kept = None
@@ -57,6 +104,8 @@ def sample_row(logits: NDArray[np.float32], params: SamplingParams, generator: n
     weights = np.exp((logits - logits.max()).astype(np.float64) / params.temperature)
     if params.top_p < 1:
         weights[weights < _nucleus_threshold(weights, params.top_p)] = 0
+    if params.min_p > 0:
+        weights[weights < params.min_p] = 0  # the most likely token's weight is 1
     cumulative = np.cumsum(weights)
     # side="right" skips entries of weight zero; should the product round up to the total, the last other one is meant.
     last = np.searchsorted(cumulative, cumulative[-1])

@@ -1,29 +1,61 @@
-"""Which tokens the next step computes: continuous batching, first come first served.
+"""Which tokens the next step computes: continuous batching over two lanes, with preemption and shared prefixes.
 
-Pure Python over `Sequence` and `BlockPool`; no tensors, no clock, no text. Rules:
+Pure Python over `Sequence`, `BlockPool` and `PrefixCache`; no tensors, no text, and no clock: `now` is passed in, in
+seconds of any monotonic clock. Rules:
 
-1. Waiting sequences are admitted in order of arrival while fewer than `max_running` run and the first of them
-   gets all blocks that it can ever need (prompt + max_tokens), so a running sequence never lacks a block.
-2. A step takes one token of every decoding sequence, then prompt chunks in order of arrival, within
-   `tokens_per_step`. A prompt that does not fit is continued in the next step.
+1. Lanes: `interactive` goes before `batch`; within a lane, first come first served, and one that was preempted before
+   all that wait. A batch sequence that has waited longer than `ageing` goes with the interactive ones, by arrival, so
+   that nothing starves.
+2. Admission: the next waiting sequence runs when fewer than `max_running` run and its known tokens fit into the pool
+   beside `headroom`, which is left for those that run to grow (a sequence that would run alone needs none). Blocks of a
+   known prefix are shared and count as computed; one whose next block is just being computed by another waits for
+   that, and does not hold up those behind it. When all places are taken, an interactive sequence that waits takes
+   one that the batch lane has beyond its share.
+3. A step takes one token of every decoding sequence, then pieces of prompts, within `tokens_per_step`. Where both
+   lanes have prompts, the interactive lane gets its share of what decoding leaves; what one lane does not need, the
+   other gets.
+4. A decoding sequence that needs a block when none is available takes it from the running sequence that is cheapest
+   to repeat: in the lowest lane, with the fewest generated tokens, the latest to arrive. That one gives up all of its
+   blocks and waits; later it computes its known tokens again. No token is lost, and none is sampled twice.
+5. While nothing runs and fewer than `max_running` wait, a first step may be put off by up to `batch_wait` seconds
+   after the oldest arrival, so that requests that arrive together start together.
 """
 
 from array import array
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engines.runtime.block_pool import BlockPool
-from engines.runtime.sequence import Sequence, blocks_for
+from engines.runtime.block_pool import BlockHash, BlockPool
+from engines.runtime.prefix_cache import PrefixCache
+from engines.runtime.sequence import LANES, Lane, Sequence, blocks_for
 from plugins.errors import KilnError
+
+
+class QueueFullError(KilnError):
+    """As many requests wait as may: try again later."""
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of one step. Raises KilnError when they contradict each other."""
+    """Limits and shares. Raises KilnError when they contradict each other."""
 
     max_running: int = 16
     """Sequences that run at a time."""
     tokens_per_step: int = 512
-    """Tokens that one step computes at most."""
+    """Tokens that one step computes at most. Fewer keep decoding smooth beside prompts, more finish prompts sooner."""
+    interactive_share: float = 0.8
+    """Of places and of a step's prompt tokens, where both lanes want them."""
+    ageing: float = 30.0
+    """Seconds of waiting after which a batch sequence goes with the interactive ones."""
+    headroom: float = 0.2
+    """Share of the pool that admission leaves to those that run."""
+    max_waiting: int = 4096
+    """Sequences that may wait."""
+    batch_wait: float = 0.0
+    """Seconds that a first request may wait for company."""
+    share_prefixes: bool = True
+    """Whether requests of one tenant that begin alike share what is computed."""
 
     def __post_init__(self) -> None:
         if self.max_running < 1:
@@ -33,6 +65,14 @@ class SchedulerConfig:
                 f"tokens_per_step is {self.tokens_per_step}, max_running {self.max_running}; a step holds one token of "
                 "every running sequence: raise tokens_per_step or lower max_running"
             )
+        for name, most in (("interactive_share", 1.0), ("headroom", 0.95)):
+            if not 0 <= getattr(self, name) <= most:
+                raise KilnError(f"{name} is {getattr(self, name)}; expected 0 to {most:g}")
+        for name in ("ageing", "batch_wait"):
+            if not getattr(self, name) >= 0:
+                raise KilnError(f"{name} is {getattr(self, name)}; expected 0 or more seconds")
+        if self.max_waiting < 1:
+            raise KilnError(f"max_waiting is {self.max_waiting}; expected at least 1")
 
 
 @dataclass(frozen=True)
@@ -58,18 +98,20 @@ Batch = tuple[Chunk, ...]
 
 
 class Scheduler:
-    """Queue and running set. The caller runs `schedule`, computes, calls `advance`, appends, and calls `finish`."""
+    """Queues and running set. The caller runs `schedule`, computes, calls `advance`, appends, and calls `finish`."""
 
     def __init__(self, pool: BlockPool, block_size: int, config: SchedulerConfig) -> None:
         self.pool = pool
         self.block_size = block_size
         self.config = config
-        self._waiting: dict[int, Sequence] = {}  # by id, in order of arrival
-        self._running: dict[int, Sequence] = {}  # by id, in order of admission, which is that of arrival
+        self.prefixes = PrefixCache(pool, block_size, config.share_prefixes)
+        self.preemptions = 0
+        self._waiting: dict[Lane, dict[int, Sequence]] = {lane: {} for lane in LANES}  # by id, in the order of turns
+        self._running: dict[int, Sequence] = {}  # by id, in order of admission
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
-        return tuple(self._waiting.values())
+        return tuple(sequence for lane in LANES for sequence in self._waiting[lane].values())
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -77,22 +119,21 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
-
-    def blocks_needed(self, sequence: Sequence) -> int:
-        """Blocks that a sequence reserves while it runs."""
-        return blocks_for(sequence.cached_length_limit, self.block_size)
+        return bool(self._running or any(self._waiting.values()))
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a new sequence. Raises KilnError when it could never run, ValueError for an id already here."""
-        if sequence.id in self._waiting or sequence.id in self._running:
+        """Queue a new sequence; `require_room` is the caller's to ask, when the request arrives.
+
+        Raises KilnError when it could never run, ValueError for an id already here.
+        """
+        if sequence.id in self._running or any(sequence.id in queue for queue in self._waiting.values()):
             raise ValueError(f"sequence {sequence.id} was submitted already")
         self.require_possible(sequence)
-        self._waiting[sequence.id] = sequence
+        self._waiting[sequence.lane][sequence.id] = sequence
 
     def require_possible(self, sequence: Sequence) -> None:
         """Raise KilnError when the whole pool could not hold a sequence. Reads constants only: any thread may call."""
-        needed = self.blocks_needed(sequence)
+        needed = blocks_for(sequence.cached_length_limit, self.block_size)
         if needed > self.pool.total:
             raise KilnError(
                 f"a request of {sequence.prompt_length} prompt tokens and {sequence.max_tokens} to generate needs "
@@ -100,42 +141,167 @@ class Scheduler:
                 "lower max_tokens, shorten the prompt or open the engine with more kv_blocks"
             )
 
-    def schedule(self) -> Batch:
+    def require_room(self, arriving: int = 0) -> None:
+        """Raise QueueFullError when, with `arriving` others, as many wait as may. Any thread may call."""
+        if sum(map(len, self._waiting.values())) + arriving >= self.config.max_waiting:
+            raise QueueFullError(
+                f"{self.config.max_waiting} requests wait already, which is the limit (max_waiting); try again later"
+            )
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Sequences whose deadline has passed; the caller finishes them."""
+        everyone = (*self._running.values(), *self.waiting)
+        return [sequence for sequence in everyone if sequence.deadline is not None and now >= sequence.deadline]
+
+    def wait(self, now: float) -> float:
+        """Seconds until `schedule` should be asked: 0 unless rule 5 applies."""
+        waiting = self.waiting
+        if self._running or not waiting or len(waiting) >= self.config.max_running:
+            return 0.0
+        return max(0.0, min(sequence.arrival for sequence in waiting) + self.config.batch_wait - now)
+
+    def schedule(self, now: float) -> Batch:
         """Admit what fits and return the next step; empty only when there is no work."""
-        self._admit()
-        chunks = [Chunk(s, s.computed, s.pending) for s in self._running.values() if s.decoding]
+        self._admit(now)
+        decoding = self._decoding_with_blocks()
+        chunks = [Chunk(sequence, sequence.computed, 1) for sequence in decoding]
         budget = self.config.tokens_per_step - len(chunks)
-        for sequence in self._running.values():
-            if budget == 0:
-                break
-            if not sequence.decoding:
-                length = min(budget, sequence.pending)
-                chunks.append(Chunk(sequence, sequence.computed, length))
-                budget -= length
-        return tuple(chunks)
+        prompts = [sequence for sequence in self._running.values() if not sequence.decoding]
+        return (*chunks, *self._prompt_chunks(prompts, budget))
 
     def advance(self, batch: Batch) -> None:
         """Note that a step's keys and values are in the cache."""
         for chunk in batch:
             assert chunk.sequence.computed == chunk.start
             chunk.sequence.computed = chunk.end
+            self.prefixes.publish(chunk.sequence, chunk.start)
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence, waiting or running, at any moment between steps; its blocks are free afterwards.
+        """Remove a sequence, waiting or running, at any moment between steps; it owns no blocks afterwards.
 
         Raises ValueError for one that is not here.
         """
-        if self._waiting.pop(sequence.id, None) is None and self._running.pop(sequence.id, None) is None:
+        if self._running.pop(sequence.id, None) is None and self._waiting[sequence.lane].pop(sequence.id, None) is None:
             raise ValueError(f"sequence {sequence.id} is neither waiting nor running")
+        self._give_up_blocks(sequence)
+
+    def check(self) -> None:
+        """Verify that every held block is owned by running sequences. For tests."""
+        self.pool.check()
+        owners: dict[int, int] = {}
+        for sequence in self._running.values():
+            for block in sequence.blocks:
+                owners[block] = owners.get(block, 0) + 1
+        assert self.pool.held == len(owners)
+        assert all(self.pool.owners(block) == count for block, count in owners.items())
+        assert not any(len(sequence.blocks) for sequence in self.waiting)
+
+    def _admit(self, now: float) -> None:
+        coming = {name for running in self._running.values() for name in self._coming(running)}
+        deferred = 0
+        for sequence in self._turns(now):
+            if self.prefixes.next_unknown(sequence) in coming:
+                deferred += 1
+                if deferred > self.config.max_running:
+                    return  # enough to fill every place when that prefix is there
+                continue
+            if len(self._running) >= self.config.max_running and not self._yield_place(sequence):
+                return
+            if not self._give_blocks(sequence):
+                return  # nobody overtakes the one that waits for blocks
+            del self._waiting[sequence.lane][sequence.id]
+            self._running[sequence.id] = sequence
+            coming.update(self._coming(sequence))
+
+    def _coming(self, sequence: Sequence) -> list[BlockHash]:
+        return [] if sequence.decoding else self.prefixes.coming(sequence)
+
+    def _turns(self, now: float) -> Iterator[Sequence]:
+        """Who waits, in the order of turns: interactive ones first, but after aged batch sequences that came before."""
+        interactive, batch = (deque(self._waiting[lane].values()) for lane in LANES)
+        while interactive or batch:
+            aged = batch and now - batch[0].arrival >= self.config.ageing
+            if not interactive or (aged and batch[0].arrival < interactive[0].arrival):
+                yield batch.popleft()
+            else:
+                yield interactive.popleft()
+
+    def _yield_place(self, sequence: Sequence) -> bool:
+        """Take a place from the batch lane for an interactive sequence, if that lane has more than its share."""
+        if sequence.lane != "interactive":
+            return False
+        batch = [running for running in self._running.values() if running.lane == "batch"]
+        share = self.config.max_running * (1 - self.config.interactive_share)
+        if len(batch) <= max(share, 1):
+            return False
+        self._preempt(min(batch, key=_cost_to_repeat))
+        return True
+
+    def _give_blocks(self, sequence: Sequence) -> bool:
+        """Blocks for all known tokens, those of a known prefix shared; False, and no change, if they are not there."""
+        wanted = blocks_for(len(sequence.token_ids), self.block_size)
+        spare = int(self.config.headroom * self.pool.total) if self._running else 0
+        if wanted - self.prefixes.known_blocks(sequence) + spare > self.pool.available:
+            return False
+        self.prefixes.attach(sequence)
+        blocks = self.pool.allocate(wanted - len(sequence.blocks))
+        assert blocks is not None, "taking cached blocks took more than counted"
+        sequence.blocks.extend(blocks)
+        return True
+
+    def _decoding_with_blocks(self) -> list[Sequence]:
+        """Running sequences that take one token, each with a block for it; some may be preempted for that."""
+        kept: list[Sequence] = []
+        order = sorted(
+            (sequence for sequence in self._running.values() if sequence.decoding), key=_cost_to_repeat, reverse=True
+        )
+        for sequence in order:
+            if sequence.id in self._running and self._grow(sequence):
+                kept.append(sequence)
+        return [sequence for sequence in kept if sequence.id in self._running]
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """A block for the next token; False if the sequence had to give up its own place for lack of one."""
+        if sequence.computed < len(sequence.blocks) * self.block_size:
+            return True
+        while (blocks := self.pool.allocate(1)) is None:
+            victim = min(self._running.values(), key=_cost_to_repeat)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks.extend(blocks)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the front of its lane, among others that were preempted by arrival."""
+        del self._running[sequence.id]
+        self._give_up_blocks(sequence)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        queue = self._waiting[sequence.lane]
+        queue[sequence.id] = sequence
+        self._waiting[sequence.lane] = dict(
+            sorted(queue.items(), key=lambda item: (item[1].preemptions == 0, item[1].arrival, item[0]))
+        )
+
+    def _give_up_blocks(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = array("i")
+        sequence.computed = 0
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.config.max_running:
-            sequence = next(iter(self._waiting.values()))
-            blocks = self.pool.allocate(self.blocks_needed(sequence))
-            if blocks is None:
-                return  # first come first served: nobody overtakes the one that waits for blocks
-            del self._waiting[sequence.id]
-            sequence.blocks = array("i", blocks)
-            self._running[sequence.id] = sequence
+    def _prompt_chunks(self, prompts: list[Sequence], budget: int) -> Iterator[Chunk]:
+        """Pieces of prompts in order of admission, each lane within its share where both want more than there is."""
+        wanted = {lane: sum(s.pending for s in prompts if s.lane == lane) for lane in LANES}
+        share = int(budget * self.config.interactive_share)
+        interactive = min(wanted["interactive"], max(share, budget - wanted["batch"]))
+        room = {"interactive": interactive, "batch": budget - interactive}
+        for sequence in prompts:
+            length = min(room[sequence.lane], sequence.pending)
+            if length > 0:
+                room[sequence.lane] -= length
+                yield Chunk(sequence, sequence.computed, length)
+
+
+def _cost_to_repeat(sequence: Sequence) -> tuple[bool, int, float, int]:
+    """What goes first when somebody has to give way sorts lowest."""
+    return (sequence.lane == "interactive", sequence.generated, -sequence.arrival, -sequence.id)

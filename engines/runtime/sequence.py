@@ -5,25 +5,60 @@ Pure Python: no tensors, no text, no sampling. The scheduler moves it; `packing`
 
 from array import array
 from collections.abc import Sequence as SequenceOf
+from typing import Literal
+
+Lane = Literal["interactive", "batch"]
+LANES: tuple[Lane, ...] = ("interactive", "batch")
+"""From the one that goes first."""
 
 
 class Sequence:
     """Tokens and cache state of one request.
 
-    Invariants: `computed <= len(token_ids)`, and blocks cover every position that is or will be computed.
+    Invariants: `computed <= len(token_ids)`; while it runs, `blocks` cover every position that is computed or in the
+    next step.
     """
 
-    __slots__ = ("blocks", "computed", "id", "max_tokens", "prompt_length", "token_ids")
+    __slots__ = (
+        "arrival",
+        "block_names",
+        "blocks",
+        "computed",
+        "deadline",
+        "id",
+        "lane",
+        "max_tokens",
+        "preemptions",
+        "prompt_length",
+        "salt",
+        "token_ids",
+    )
 
-    def __init__(self, id: int, prompt: SequenceOf[int], max_tokens: int) -> None:
+    def __init__(
+        self,
+        id: int,
+        prompt: SequenceOf[int],
+        max_tokens: int,
+        *,
+        lane: Lane = "interactive",
+        arrival: float = 0.0,
+        deadline: float | None = None,
+        salt: bytes = b"",
+    ) -> None:
         assert prompt
         assert max_tokens >= 1
         self.id = id
         self.token_ids = array("i", prompt)  # prompt and generated tokens, int32
         self.prompt_length = len(prompt)
         self.max_tokens = max_tokens
+        self.lane = lane
+        self.arrival = arrival  # seconds of the scheduler's clock
+        self.deadline = deadline  # likewise; None: none
+        self.salt = salt  # of its tenant: prefixes are shared within one only
         self.computed = 0  # leading tokens whose keys and values are in the cache
         self.blocks = array("i")  # blocks[p // block_size] holds position p; empty while waiting
+        self.block_names: list[bytes] = []  # of the leading full blocks, as far as they were needed
+        self.preemptions = 0
 
     @property
     def generated(self) -> int:
@@ -31,13 +66,13 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens that are known but not yet in the cache: 1 when decoding, more in a prompt."""
+        """Tokens that are known but not yet in the cache: 1 when decoding, more in a prompt or after preemption."""
         return len(self.token_ids) - self.computed
 
     @property
     def decoding(self) -> bool:
-        """The whole prompt is computed and the last sampled token is the only one pending."""
-        return self.computed >= self.prompt_length
+        """Something was generated, and the last token is the only one pending."""
+        return self.pending == 1 and self.generated > 0
 
     @property
     def used_up(self) -> bool:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from engines.runtime.request import Completion, FinishReason, RequestError, TokenChunk
+from engines.runtime.request import Completion, FinishReason, RequestError, TokenChunk, TokenLogprobs
 
 
 class Stream:
@@ -26,6 +26,7 @@ class Stream:
         self._unread: deque[TokenChunk] = deque()
         self._token_ids: list[int] = []
         self._text: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._completion: Completion | None = None
         self._error: BaseException | None = None
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -85,6 +86,7 @@ class Stream:
         with self._changed:
             self._token_ids.extend(chunk.token_ids)
             self._text.append(chunk.text)
+            self._logprobs.extend(chunk.logprobs)
             self._unread.append(chunk)
             if chunk.finish_reason is not None:
                 self._complete(chunk.finish_reason)
@@ -99,7 +101,9 @@ class Stream:
 
     def _complete(self, reason: FinishReason) -> None:
         assert self._completion is None, "a request has one outcome"
-        self._completion = Completion(tuple(self._token_ids), "".join(self._text), reason, self._prompt_tokens)
+        self._completion = Completion(
+            tuple(self._token_ids), "".join(self._text), reason, self._prompt_tokens, tuple(self._logprobs)
+        )
 
     def _wake(self) -> None:
         self._changed.notify_all()

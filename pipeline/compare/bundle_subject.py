@@ -4,6 +4,7 @@ from pathlib import Path
 
 from engines.bundle import open_bundle
 from engines.runtime.engine import Engine
+from engines.runtime.scheduler import SchedulerConfig
 from passes.onnx_model import load_structure
 from pipeline.compare.engine_subject import EngineDecoder, EnginePlain
 from pipeline.compare.inputs import input_specs_from_graph
@@ -27,7 +28,7 @@ def bundle_subject_from_path(path: Path, threads: int | None = None) -> Subject:
         cache=PRECISION_OF_DTYPE[manifest.decoder.kv.dtype] if manifest.decoder else None,
         versions={"kiln": manifest.kiln_version, **package_versions("onnxruntime")},
     )
-    engine = Engine.open(path, max_running=1, threads=threads)
+    engine = Engine.open(path, config=SchedulerConfig(max_running=1), threads=threads)
     if manifest.decoder is None:
         tensors = [(record.name, record.dtype, record.shape) for record in manifest.inputs]
         specs = input_specs_from_graph(load_structure(bundle.engine_path), tensors)

@@ -221,7 +221,7 @@ def test_logits_that_are_not_numbers_fail_the_request(fake_engine):
 
 def test_a_bug_in_the_worker_leaves_nobody_waiting(fake_engine, monkeypatch):
     engine = fake_engine()
-    monkeypatch.setattr(engine._worker._scheduler, "schedule", lambda: 1 / 0)
+    monkeypatch.setattr(engine._worker._scheduler, "schedule", lambda now: 1 / 0)
     stream = engine.submit(request([3]))
     with pytest.raises(RequestError, match="division by zero"):
         stream.result(5)
@@ -302,3 +302,78 @@ def test_default_blocks_hold_full_contexts_within_a_quarter_of_memory(monkeypatc
     monkeypatch.setattr("engines.runtime.engine.host_memory", lambda: 1000)
     with pytest.raises(KilnError, match="more than a quarter"):
         default_kv_blocks(decoder, 4)
+
+
+def test_a_request_ends_at_its_deadline_with_what_it_has(fake_engine):
+    engine = fake_engine()
+    engine.backend.gate.clear()
+    stream = engine.submit(Request((5, 6, 7), SamplingParams(max_tokens=50), timeout=0.2))
+    waiting = [engine.submit(Request((8, 9), SamplingParams(max_tokens=1))) for _ in range(2)]
+    time.sleep(0.3)
+    engine.backend.gate.set()
+    completion = stream.result(10)
+    assert completion.finish_reason == "timeout"
+    assert len(completion.token_ids) <= 1
+    assert [other.result(10).finish_reason for other in waiting] == ["length", "length"]
+    assert engine.free_blocks == engine.backend.num_blocks
+
+
+def test_a_full_queue_refuses_clearly_and_loses_nobody(fake_backend):
+    from engines.runtime.scheduler import QueueFullError, SchedulerConfig
+    from passes.onnx_model import DecoderSpec
+
+    backend = fake_backend()
+    backend.gate.clear()
+    decoder = DecoderSpec(backend.kv, backend.vocabulary, 100, (1,))
+    config = SchedulerConfig(max_running=1, tokens_per_step=8, max_waiting=3)
+    with Engine.from_decoder(backend, decoder, config=config) as engine:
+        streams, refused = [], []
+        for number in range(12):
+            try:
+                streams.append(engine.submit(Request((2 + number,), SamplingParams(max_tokens=2))))
+            except QueueFullError as error:
+                refused.append(str(error))
+        backend.gate.set()
+        assert len(refused) >= 7
+        assert all("3 requests wait already" in message for message in refused)
+        assert all(stream.result(10).finish_reason == "length" for stream in streams)
+
+
+def test_preempted_requests_give_the_same_tokens(fake_engine):
+    prompts = [tuple(range(10 * n + 2, 10 * n + 12)) for n in range(5)]
+    roomy = fake_engine(num_blocks=200, max_running=5)
+    sampling = SamplingParams(max_tokens=30)
+    expected = [c.token_ids for c in roomy.generate(prompts, sampling)]
+    tight = fake_engine(num_blocks=14, max_running=5)
+    assert [c.token_ids for c in tight.generate(prompts, sampling)] == expected
+    assert tight._worker._scheduler.preemptions > 0
+    assert tight.free_blocks == 14
+
+
+def test_a_shared_prefix_is_computed_once_and_tenants_do_not_share(fake_engine):
+    engine = fake_engine(tokens_per_step=64)
+    prefix = tuple(range(2, 34))
+    tokens = []
+    for tenant in ("a", "a", "b"):
+        before = sum(len(step.input_ids) for step in engine.backend.steps)
+        engine.generate([Request((*prefix, 50), SamplingParams(max_tokens=1), tenant=tenant)])
+        tokens.append(sum(len(step.input_ids) for step in engine.backend.steps) - before)
+    assert tokens == [33, 1, 33]
+
+
+def test_logprobs_come_with_the_tokens(fake_engine):
+    engine = fake_engine()
+    (completion,) = engine.generate([(5, 6, 7)], SamplingParams(max_tokens=4, logprobs=2))
+    assert [entry.token for entry in completion.logprobs] == list(completion.token_ids)
+    assert all(len(entry.top) == 2 and entry.top[0] == (entry.token, entry.logprob) for entry in completion.logprobs)
+    (without,) = engine.generate([(5, 6, 7)], SamplingParams(max_tokens=4))
+    assert without.logprobs == ()
+
+
+def test_penalties_see_the_whole_history_also_after_preemption(fake_engine):
+    prompts = [tuple(range(10 * n + 2, 10 * n + 12)) for n in range(5)]
+    sampling = SamplingParams(max_tokens=30, presence_penalty=2.0, repetition_penalty=1.5, temperature=0.8, seed=3)
+    expected = [c.token_ids for c in fake_engine(num_blocks=200, max_running=5).generate(prompts, sampling)]
+    tight = fake_engine(num_blocks=14, max_running=5)
+    assert [c.token_ids for c in tight.generate(prompts, sampling)] == expected
+    assert tight._worker._scheduler.preemptions > 0

@@ -17,6 +17,12 @@ from plugins.errors import KilnError
         ("top_p", 0),
         ("top_p", 1.5),
         ("top_k", 0),
+        ("min_p", 1.5),
+        ("frequency_penalty", 3),
+        ("presence_penalty", -2.5),
+        ("repetition_penalty", 0),
+        ("logit_bias", [1]),
+        ("logprobs", 21),
         ("top_k", 2.0),
         ("max_tokens", 0),
         ("seed", -1),
@@ -52,3 +58,29 @@ def test_params_are_frozen_and_lists_become_tuples():
 def test_a_prompt_is_text_or_token_ids(prompt):
     with pytest.raises(KilnError, match="expected text or a sequence of integer token ids"):
         Request(prompt)
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        ({"a": 1}, "token id 'a'; expected an integer"),
+        ({-1: 1}, "token id -1"),
+        ({3: 101}, "of token 3 is 101; expected"),
+    ],
+)
+def test_a_bias_that_makes_no_sense(bias, message):
+    with pytest.raises(KilnError, match=message):
+        SamplingParams(logit_bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lane": "fast"}, "lane is 'fast'; expected one of interactive, batch"),
+        ({"timeout": 0}, "timeout is 0; expected None or a positive number"),
+        ({"tenant": 3}, "tenant is 3; expected text"),
+    ],
+)
+def test_how_a_request_is_served_is_checked(options, message):
+    with pytest.raises(KilnError, match=message):
+        Request((1,), **options)

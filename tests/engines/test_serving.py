@@ -16,6 +16,7 @@ from engines.bundle import file_records, open_bundle, write_bundle
 from engines.manifest import BackendRecord, Manifest, ModelRecord, PluginRecord, SkuRecord
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
+from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.score import score
 from plugins.abi import abi_hash
 from plugins.errors import KilnError
@@ -74,7 +75,7 @@ def manifest(folder, decoder, tokenizer, hash_):
 
 @pytest.fixture(scope="module")
 def engine(bundle):
-    with Engine.open(bundle.path, max_running=16, tokens_per_step=64) as engine:
+    with Engine.open(bundle.path, config=SchedulerConfig(16, 64)) as engine:
         yield engine
 
 
@@ -150,7 +151,7 @@ def test_a_prompt_beyond_the_context(engine):
 def test_few_blocks_make_requests_wait_but_change_no_token(bundle, engine):
     sampling = SamplingParams(max_tokens=20, ignore_eos=True)
     expected = engine.generate(PROMPTS, sampling)
-    with Engine.open(bundle.path, kv_blocks=24, max_running=4, tokens_per_step=5, threads=1) as small:
+    with Engine.open(bundle.path, kv_blocks=24, config=SchedulerConfig(4, 5), threads=1) as small:
         assert small.generate(PROMPTS, sampling) == expected
         assert small.free_blocks == 24
 

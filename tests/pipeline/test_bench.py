@@ -136,9 +136,10 @@ def test_a_model_without_a_kv_cache_has_latency_and_throughput(
 def test_decode_rate_is_what_a_known_step_time_gives(llama_bundle: Path) -> None:
     """A backend slowed to a fixed time a step shows that the rate counts whole batches and nothing else."""
     from engines.runtime.engine import Engine
+    from engines.runtime.scheduler import SchedulerConfig
     from pipeline.bench import _decode_rate
 
-    with Engine.open(llama_bundle, max_running=8, threads=1) as engine:
+    with Engine.open(llama_bundle, config=SchedulerConfig(max_running=8), threads=1) as engine:
         backend = engine.backend
         step = backend.step
 

@@ -1,0 +1,91 @@
+"""Finding again what was computed: blocks are named by a chain of hashes over their tokens and all before them.
+
+The name of block n of a sequence is H(name of block n - 1, the block's tokens); the first one's parent is the tenant's
+salt, so tenants never share blocks and cannot probe each other's prompts by timing. H is BLAKE2b with 16 bytes: names
+that collide would mix up answers, so it is a cryptographic hash. Only full blocks have names.
+"""
+
+import hashlib
+from array import array
+from dataclasses import dataclass
+
+from engines.runtime.block_pool import BlockHash, BlockPool
+from engines.runtime.sequence import Sequence
+
+
+@dataclass
+class PrefixStatistics:
+    """Counted at admission: lookups and hits in sequences, `saved_tokens` in tokens that need no computing."""
+
+    lookups: int = 0
+    hits: int = 0
+    saved_tokens: int = 0
+
+
+def salt_of_tenant(tenant: str) -> bytes:
+    """The parent of a tenant's first blocks; empty for no tenant."""
+    return hashlib.blake2b(tenant.encode(), digest_size=16).digest() if tenant else b""
+
+
+class PrefixCache:
+    """Names full blocks and gives sequences the blocks of a prefix that is known. Not thread-safe."""
+
+    def __init__(self, pool: BlockPool, block_size: int, enabled: bool = True) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.enabled = enabled
+        self.statistics = PrefixStatistics()
+
+    def known_blocks(self, sequence: Sequence) -> int:
+        """Leading blocks of a sequence that are known and held by others, so that taking them takes none away."""
+        return self.pool.held_prefix(self._reusable(sequence)) if self.enabled else 0
+
+    def next_unknown(self, sequence: Sequence) -> BlockHash | None:
+        """Name of the first block that could be shared but is not known; None if there is none."""
+        if not self.enabled:
+            return None
+        return next((name for name in self._reusable(sequence) if not self.pool.knows(name)), None)
+
+    def coming(self, sequence: Sequence) -> list[BlockHash]:
+        """Names of the blocks that will be known once a running sequence's known tokens are computed."""
+        if not self.enabled:
+            return []
+        last = len(sequence.token_ids) // self.block_size
+        return self._names(sequence, last)[sequence.computed // self.block_size :]
+
+    def attach(self, sequence: Sequence) -> int:
+        """Give a sequence without blocks those of its known prefix; returns the tokens that are so computed already."""
+        assert not sequence.blocks
+        if not self.enabled:
+            return 0
+        blocks = self.pool.take(self._reusable(sequence))
+        sequence.blocks = array("i", blocks)
+        sequence.computed = len(blocks) * self.block_size
+        self.statistics.lookups += 1
+        self.statistics.hits += bool(blocks)
+        self.statistics.saved_tokens += sequence.computed
+        return sequence.computed
+
+    def publish(self, sequence: Sequence, before: int) -> None:
+        """Name the blocks that filled up since `before` tokens were computed."""
+        if not self.enabled:
+            return
+        first, last = before // self.block_size, sequence.computed // self.block_size
+        if first == last:
+            return
+        names = self._names(sequence, last)
+        for number in range(first, last):
+            self.pool.name(sequence.blocks[number], names[number])
+
+    def _reusable(self, sequence: Sequence) -> list[BlockHash]:
+        """Names of the blocks that may be taken: at least one token is left to compute, for its logits."""
+        return self._names(sequence, (len(sequence.token_ids) - 1) // self.block_size)
+
+    def _names(self, sequence: Sequence, count: int) -> list[BlockHash]:
+        names = sequence.block_names
+        while len(names) < count:
+            start = len(names) * self.block_size
+            tokens = sequence.token_ids[start : start + self.block_size].tobytes()
+            parent = names[-1] if names else sequence.salt
+            names.append(hashlib.blake2b(tokens, key=parent, digest_size=16).digest())
+        return names[:count]
