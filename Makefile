@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.kiln-installed
 
-.PHONY: demo test install clean
+.PHONY: demo test test-parts test-pipeline install clean
 
 demo: $(INSTALLED)
 	$(BIN)/build-engine smollm2 --sku cpu --out bundles/smollm2
@@ -15,7 +15,14 @@ test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(MAKE) -j2 --output-sync=target test-parts test-pipeline
+
+# Side by side: most tests use one core. Each prints when it is done.
+test-parts: $(INSTALLED)
+	$(BIN)/pytest tests/engines tests/passes tests/plugins
+
+test-pipeline: $(INSTALLED)
+	$(BIN)/pytest tests/pipeline $(wildcard tests/test_*.py)
 
 install: $(INSTALLED)
 
