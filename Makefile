@@ -19,10 +19,10 @@ test: $(INSTALLED)
 
 # Side by side: most tests use one core. Each prints when it is done.
 test-parts: $(INSTALLED)
-	$(BIN)/pytest tests/engines tests/passes tests/plugins
+	$(BIN)/pytest tests/engines tests/passes tests/plugins $(wildcard tests/test_*.py)
 
 test-pipeline: $(INSTALLED)
-	$(BIN)/pytest tests/pipeline $(wildcard tests/test_*.py)
+	$(BIN)/pytest tests/pipeline
 
 install: $(INSTALLED)
 
