@@ -64,6 +64,6 @@ def optimize(
         standard_passes(pass_target, config.switches),
         gate=gate if config.verify else None,
         noise=gate.noise if gate else None,
-        clock=StepClock(model, plugins, inputs, config.threads) if config.measure else None,
+        clock=StepClock(model, plugins, gate.inputs if gate else inputs, config.threads) if config.measure else None,
         observe=observe,
     )

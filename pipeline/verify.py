@@ -41,7 +41,7 @@ Outputs = dict[str, NDArray]
 
 
 class NumericGate:
-    """A `passes.manager.Gate`. The outputs of the last model judged are kept: it is the next one's reference."""
+    """A `passes.manager.Gate`. The outputs of the last two models are kept: one of them is the next one's reference."""
 
     def __init__(
         self,
@@ -58,31 +58,33 @@ class NumericGate:
         self.for_this_machine, self.long_tokens = for_this_machine, long_tokens
         self.decoder, self.plugins = model.decoder, tuple(plugins)
         self.inputs = tuple(inputs or (() if model.decoder else generated_inputs(model, plugins)))
-        self._kept: tuple[Path, list[Outputs]] | None = None
+        self._kept: dict[Path, list[Outputs]] = {}
 
     def __call__(self, before: Path, after: Path) -> Errors:
         try:
-            if self._kept is None or self._kept[0] != before:
-                self._kept = (before, self._run(before))
-            found = self._run(after)
+            self._kept = {path: self._outputs(path) for path in (before, after)}
         except KilnError as error:
             if not self.for_this_machine and _NO_KERNEL in str(error):
                 raise CannotJudge("this machine's CPU has no kernels for this graph") from error
             raise
-        errors = errors_between(self._kept[1], found)
-        if errors.relative == errors.relative:  # not a NaN, which no limit lets pass
-            self._kept = (after, found)
-        return errors
+        return errors_between(self._kept[before], self._kept[after])
+
+    def backend_errors(self, path: Path) -> Errors:
+        """What ONNX Runtime's own rewrites of a model change in its outputs."""
+        return errors_between(self._outputs(path), self._run(path, optimized=True))
 
     def noise(self, path: Path) -> float:
         """Relative error that ONNX Runtime's own rewrites of a model cause: what another order of sums may do to it."""
-        return errors_between(self._run(path), self._run(path, optimized=True)).relative
+        return self.backend_errors(path).relative
 
     def ranges(self, path: Path) -> dict[str, float]:
         """Largest magnitude of every FP32 tensor of a model's main graph on the gate's inputs."""
         permutations = permutations_from_path(path)
         feeds = self.inputs if self.decoder is None else decoder_feeds(self.decoder)
         return measure_ranges(path, [to_model(feed, permutations) for feed in feeds], self.plugins)
+
+    def _outputs(self, path: Path) -> list[Outputs]:
+        return self._kept[path] if path in self._kept else self._run(path)
 
     def _run(self, path: Path, optimized: bool = False) -> list[Outputs]:
         if self.decoder is None:

@@ -6,19 +6,17 @@ Steps are decode at batch 1 and 16 (context 160) and prompts of 512 and 2048 tok
 """
 
 import argparse
-import collections
 import json
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import onnxruntime
+
+from ort_profile import operator_micros
 
 from engines.backends.onnxruntime import OnnxRuntimeDecoder
 from engines.bundle import EngineBundle, open_bundle
@@ -35,21 +33,6 @@ WORKLOADS = {
 """Name to (sequences, new tokens of each, past tokens of each)."""
 
 
-def profiled_backend(bundle: EngineBundle, blocks: int, folder: str) -> OnnxRuntimeDecoder:
-    """A backend whose session writes a profile into `folder`."""
-    original = onnxruntime.SessionOptions
-
-    def options() -> Any:
-        made = original()
-        made.enable_profiling = True
-        made.profile_file_prefix = f"{folder}/profile"
-        return made
-
-    with patch.object(onnxruntime, "SessionOptions", options):
-        kv = bundle.manifest.decoder.kv
-        return OnnxRuntimeDecoder(bundle.engine_path, kv, blocks, plugins=bundle.plugin_paths)
-
-
 def profile(bundle: EngineBundle, sequences: int, new: int, past: int, steps: int) -> dict[str, Any]:
     """Median milliseconds of a step, and milliseconds a step by operator."""
     size = bundle.manifest.decoder.kv.block_size
@@ -60,19 +43,20 @@ def profile(bundle: EngineBundle, sequences: int, new: int, past: int, steps: in
         sequence.blocks.extend(range(number * each, (number + 1) * each))
         batch.append(Chunk(sequence, past, new))
     inputs = step_inputs_from_batch(tuple(batch), size)
-    with tempfile.TemporaryDirectory() as folder:
-        backend = profiled_backend(bundle, sequences * each, folder)
-        times = []
+    times = []
+
+    def run(backend: OnnxRuntimeDecoder) -> None:
         for _ in range(steps + 1):
             start = time.perf_counter()
             backend.step(inputs)
             times.append(time.perf_counter() - start)
-        events = json.loads(Path(backend._session.end_profiling()).read_text())
-        backend.close()
-    spent: collections.Counter[str] = collections.Counter()
-    for event in events:
-        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
-            spent[event["args"]["op_name"]] += event["dur"]
+
+    spent = operator_micros(
+        lambda: OnnxRuntimeDecoder(
+            bundle.engine_path, bundle.manifest.decoder.kv, sequences * each, plugins=bundle.plugin_paths
+        ),
+        run,
+    )
     operators = {name: micros / len(times) / 1e3 for name, micros in spent.most_common()}
     return {"step_ms": statistics.median(times[1:]) * 1e3, "operators_ms": operators}
 

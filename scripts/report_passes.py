@@ -16,8 +16,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from passes_report.cases import CASES, Case, Check, embeddings
@@ -25,16 +23,14 @@ from passes_report.page import ModelResult, Pruned, Results, page
 from passes_report.timing import time_model, time_skip_norms
 
 from engines.sku import resolve_sku
-from passes.manager import Errors, PassReport
+from passes.manager import PassReport
 from passes.onnx_model import OnnxModel, onnx_model_from_path
 from passes.standard import PassSwitches
 from pipeline.compare.machine import machine_description, package_versions
-from pipeline.compare.onnx_subject import bound_graph
 from pipeline.optimize import OptimizeConfig, optimize
-from pipeline.packed import packed_logits
 from pipeline.pass_report import record_from_report, result_of
 from pipeline.progress import Progress
-from pipeline.verify import NumericGate, errors_between, run_plain
+from pipeline.verify import NumericGate
 from plugins.build import cpu_library
 from plugins.measure import usable_cpus
 
@@ -65,7 +61,7 @@ def report_model(
         after, reports = optimize(before, folder / "optimised.onnx", resolve_sku("cpu"), config, inputs, observe)
     with progress.stage(f"{case.name}: checks"):
         gate = NumericGate(before, [cpu_library()], inputs, long_tokens=LONG_PROMPT)
-        whole, backend = gate(before.path, after.path), backend_errors(before, gate)
+        whole, backend = gate(before.path, after.path), gate.backend_errors(before.path)
         limit = max(WHOLE, backend.relative)
         checks = [
             Check(
@@ -82,23 +78,6 @@ def report_model(
             result.workloads = time_model(case.name, before, after, gate.inputs, threads, seconds)
     pruned = prune(before, folder) if case.name == "minilm" else None
     return result, pruned
-
-
-def backend_errors(model: OnnxModel, gate: NumericGate) -> Errors:
-    """What ONNX Runtime's own rewrites change in the outputs of a model, on the inputs of its gate."""
-    runs = []
-    for optimized in (False, True):
-        if model.decoder is None:
-            runs.append(run_plain(model.path, gate.plugins, gate.inputs, optimized=optimized))
-            continue
-        text = np.random.default_rng(3).integers(0, model.decoder.vocab_size, LONG_PROMPT)
-        with tempfile.TemporaryDirectory(prefix="kiln-passes-") as folder:
-            path = bound_graph(model.path, Path(folder))
-            rows = packed_logits(
-                path, model.decoder, gate.plugins, [text], [[LONG_PROMPT]], optimized=optimized, last_rows=32
-            )
-        runs.append([{"logits": rows[0]}])
-    return errors_between(*runs)
 
 
 def prune(model: OnnxModel, folder: Path) -> Pruned:

@@ -137,13 +137,6 @@ class BlockPool:
             held += self._owners[block] > 0
         return held
 
-    def forget(self) -> None:
-        """Forget all contents: cached blocks become free."""
-        self._free.extend(reversed(self._cached))
-        self._cached.clear()
-        self._hash_of.clear()
-        self._block_of.clear()
-
     def check(self) -> None:
         """Verify the whole account: every block is in exactly one state. For tests."""
         free = set(self._free)

@@ -5,8 +5,6 @@ attention operator as exported is bound to Kiln's kernel in a temporary copy of 
 are linked, not copied, where the file system allows it.
 """
 
-import os
-import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +14,7 @@ import numpy as np
 from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.runtime.engine import Engine, default_kv_blocks
 from engines.runtime.scheduler import SchedulerConfig
+from passes.manager import link_or_copy
 from passes.onnx_model import DecoderSpec, OnnxModel, external_files, load_structure, onnx_model_from_path
 from pipeline.compare.engine_subject import EngineDecoder, EnginePlain
 from pipeline.compare.inputs import input_specs_from_graph
@@ -73,12 +72,7 @@ def bound_graph(path: Path, folder: Path) -> Path:
         node.domain = DOMAIN
     proto.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
     for source in external_files(path, proto):
-        target = folder / source.relative_to(path.parent)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(source, target)
-        except OSError:  # another file system
-            shutil.copyfile(source, target)
+        link_or_copy(source, folder / source.relative_to(path.parent))
     bound = folder / path.name
     bound.write_bytes(proto.SerializeToString())
     return bound

@@ -5,11 +5,9 @@ rest between runs: a busy moment of the machine hits all alike.
 """
 
 import contextlib
-import json
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
+from ort_profile import operator_micros
 
 from engines.backends.base import StepInputs
 from engines.backends.onnxruntime import ALTERNATING, OnnxRuntimeDecoder, OnnxRuntimeModel
@@ -212,25 +211,7 @@ def interleaved(calls: Mapping[Key, Run], seconds: float) -> dict[Key, Spread]:
 
 def _shares(make: Callable[[], Any], run: Callable[[Any], object]) -> dict[str, float]:
     """Time by operator of four profiled runs; the first, which warms up, is among them."""
-    original = onnxruntime.SessionOptions
-    with tempfile.TemporaryDirectory(prefix="kiln-profile-") as folder:
-
-        def options() -> Any:
-            found = original()
-            found.enable_profiling = True
-            found.profile_file_prefix = f"{folder}/profile"
-            return found
-
-        with patch.object(onnxruntime, "SessionOptions", options):
-            backend = make()
-        for _ in range(4):
-            run(backend)
-        events = json.loads(Path(backend._session.end_profiling()).read_text())
-        backend.close()
-    spent: Counter[str] = Counter()
-    for event in events:
-        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
-            spent[event["args"]["op_name"]] += event["dur"]
+    spent = operator_micros(make, lambda backend: [run(backend) for _ in range(4)])
     return {name: micros / spent.total() for name, micros in spent.most_common(_TOP)}
 
 

@@ -103,11 +103,6 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.name(block, b"x")
         assert before == (self.pool.free, self.pool.cached, [self.pool.owners(b) for b in range(TOTAL)])
 
-    @rule()
-    def forget(self):
-        self.pool.forget()
-        self.names, self.cached = {}, OrderedDict()
-
     @invariant()
     def conserved(self):
         self.pool.check()
