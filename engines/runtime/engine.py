@@ -6,6 +6,8 @@ Decoders take `submit` and `generate`; models without a KV cache take `infer`.
 import weakref
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -14,9 +16,12 @@ from numpy.typing import NDArray
 from engines.backends.base import DecoderBackend, InferBackend
 from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.bundle import EngineBundle, open_bundle
+from engines.manifest import TensorRecord
+from engines.runtime.info import EngineInfo, TensorInfo
+from engines.runtime.metrics import EngineMetrics
 from engines.runtime.request import Completion, Request, SamplingParams
 from engines.runtime.scheduler import SchedulerConfig
-from engines.runtime.sequence import blocks_for
+from engines.runtime.sequence import Lane, blocks_for
 from engines.runtime.stream import Stream
 from engines.runtime.tokenizer import Tokenizer
 from engines.runtime.worker import DecodeWorker
@@ -42,13 +47,15 @@ class Engine:
         worker: DecodeWorker | None = None,
         model: InferBackend | None = None,
         tokenizer: Tokenizer | None = None,
-        name: str = "model",
+        info: EngineInfo,
+        metrics: EngineMetrics,
     ) -> None:
         self._decoder = decoder
         self._worker = worker
         self._model = model
         self._tokenizer = tokenizer
-        self._name = name
+        self.info = info
+        self.metrics = metrics
         # Also runs when the engine is forgotten or the interpreter exits, so that no step outlives its session.
         self._finalizer = weakref.finalize(self, _close, worker, model)
 
@@ -78,13 +85,13 @@ class Engine:
         provider, plugins = manifest.backend.provider, bundle.plugin_paths
         if manifest.decoder is None:
             model = OnnxRuntimeModel(bundle.engine_path, provider=provider, plugins=plugins, threads=threads)
-            return cls.from_model(model, name=manifest.name)
+            return cls.from_model(model, info=_info(bundle))
         config = config or SchedulerConfig()
         blocks = default_kv_blocks(manifest.decoder, config.max_running) if kv_blocks is None else kv_blocks
         backend = OnnxRuntimeDecoder(
             bundle.engine_path, manifest.decoder.kv, blocks, provider=provider, plugins=plugins, threads=threads
         )
-        return cls.from_decoder(backend, manifest.decoder, tokenizer, config, name=manifest.name)
+        return cls.from_decoder(backend, manifest.decoder, tokenizer, config, info=_info(bundle))
 
     @classmethod
     def from_decoder(
@@ -93,23 +100,36 @@ class Engine:
         decoder: DecoderSpec,
         tokenizer: Tokenizer | None = None,
         config: SchedulerConfig | None = None,
-        name: str = "model",
+        info: EngineInfo | None = None,
     ) -> "Engine":
         """An engine over a decoder backend; without a tokenizer it takes and gives token ids only."""
-        worker = DecodeWorker(backend, decoder.eos_token_ids, config or SchedulerConfig())
-        return cls(decoder=decoder, worker=worker, tokenizer=tokenizer, name=name)
+        info = replace(
+            info or EngineInfo("model", "decoder"),
+            max_length=min(decoder.max_context, backend.num_blocks * backend.kv.block_size),
+            vocab_size=decoder.vocab_size,
+            block_size=backend.kv.block_size,
+            num_blocks=backend.num_blocks,
+        )
+        metrics = EngineMetrics(info.name)
+        worker = DecodeWorker(backend, decoder.eos_token_ids, config or SchedulerConfig(), metrics)
+        return cls(decoder=decoder, worker=worker, tokenizer=tokenizer, info=info, metrics=metrics)
 
     @classmethod
-    def from_model(cls, model: InferBackend, name: str = "model") -> "Engine":
+    def from_model(cls, model: InferBackend, info: EngineInfo | None = None) -> "Engine":
         """An engine over a backend for models without a KV cache."""
-        return cls(model=model, name=name)
+        info = info or EngineInfo("model", "model")
+        return cls(model=model, info=info, metrics=EngineMetrics(info.name))
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises KilnError when the bundle has none."""
         if self._tokenizer is None:
-            raise KilnError(f"{self._name} has no tokenizer; give token ids instead of text")
+            raise KilnError(f"{self.info.name} has no tokenizer; give token ids instead of text")
         return self._tokenizer
+
+    @property
+    def closed(self) -> bool:
+        return not self._finalizer.alive
 
     @property
     def backend(self) -> DecoderBackend:
@@ -119,9 +139,8 @@ class Engine:
     @property
     def max_length(self) -> int:
         """Most tokens of one request, prompt and answer together: the model's context, or the cache if smaller."""
-        backend, decoder = self.backend, self._decoder
-        assert decoder is not None
-        return min(decoder.max_context, backend.num_blocks * backend.kv.block_size)
+        self._require_worker()
+        return self.info.max_length
 
     @property
     def free_blocks(self) -> int:
@@ -129,17 +148,26 @@ class Engine:
         return self._require_worker().pool.available
 
     def submit(self, request: Request) -> Stream:
-        """Queue a request and return at once.
+        """Queue a request for one answer and return at once.
 
-        Raises KilnError when its prompt is empty, has unknown tokens, or leaves no room in `max_length`, when it
-        needs a tokenizer that is not there, or when the engine is closed.
+        Raises KilnError when it asks for several answers (`submit_choices` gives those), when its prompt is empty, has
+        unknown tokens, or leaves no room in `max_length`, when it needs a tokenizer that is not there, or when the
+        engine is closed; QueueFullError when too many wait.
         """
+        if request.sampling.n != 1:
+            raise KilnError(f"the request asks for {request.sampling.n} answers; use submit_choices")
+        return self.submit_choices(request)[0]
+
+    def submit_choices(self, request: Request) -> list[Stream]:
+        """Queue a request and return one stream for each of its `sampling.n` answers. Raises as `submit`."""
         return self._submit(request, self._token_ids(request))
 
     def generate(
         self, prompts: Iterable[str | SequenceOf[int] | Request], sampling: SamplingParams | None = None
     ) -> list[Completion]:
         """Run prompts together and wait for all; `sampling` is for those that are no Request.
+
+        The completions come in the order of the prompts, `sampling.n` for each.
 
         Raises what `submit` raises before anything runs, and RequestError when one fails; the others are cancelled.
         """
@@ -151,18 +179,31 @@ class Engine:
         streams: list[Stream] = []
         try:
             for request, token_ids in zip(requests, encoded, strict=True):
-                streams.append(self._submit(request, token_ids))
+                streams.extend(self._submit(request, token_ids))
             return [stream.result() for stream in streams]
         finally:
             for stream in streams:
                 stream.cancel()
 
-    def infer(self, inputs: Mapping[str, NDArray]) -> dict[str, NDArray]:
-        """Run a model without a KV cache once; outputs by the graph's names. Raises KilnError on wrong inputs."""
+    def infer(
+        self, inputs: Mapping[str, NDArray], *, lane: Lane = "interactive", timeout: float | None = None
+    ) -> dict[str, NDArray]:
+        """Run a model without a KV cache once; outputs by the graph's names.
+
+        Raises KilnError on wrong inputs, QueueFullError when too many wait, TimeoutError after `timeout` seconds.
+        """
+        return self.submit_infer(inputs, lane=lane, timeout=timeout).result()
+
+    def submit_infer(
+        self, inputs: Mapping[str, NDArray], *, lane: Lane = "interactive", timeout: float | None = None
+    ) -> "Future[dict[str, NDArray]]":
+        """Like `infer`, but returns at once; cancelling the future takes the request out of the queue."""
         if self._model is None:
-            raise KilnError(f"{self._name} is a language model with a KV cache; use submit or generate, not infer")
+            raise KilnError(f"{self.info.name} is a language model with a KV cache; use submit or generate, not infer")
         self._require_open()
-        return self._model.infer(inputs)
+        future: Future[dict[str, NDArray]] = Future()
+        future.set_result(self._model.infer(inputs))
+        return future
 
     def close(self) -> None:
         """Cancel outstanding requests, each of which gets its outcome, and free everything; may be called again."""
@@ -176,20 +217,17 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _submit(self, request: Request, token_ids: list[int]) -> Stream:
+    def _submit(self, request: Request, token_ids: list[int]) -> list[Stream]:
         room = self.max_length - len(token_ids)
         wanted = request.sampling.max_tokens
-        text = None
-        if self._tokenizer is not None:
-            text = self._tokenizer.text_stream(token_ids, request.sampling.stop)
         max_tokens = room if wanted is None else min(room, wanted)
-        return self._require_worker().submit(token_ids, max_tokens, request, text)
+        return self._require_worker().submit(token_ids, max_tokens, request, self._tokenizer)
 
     def _token_ids(self, request: Request) -> list[int]:
         """The request's prompt as checked token ids."""
         self._require_worker()
         if request.sampling.stop and self._tokenizer is None:
-            raise KilnError(f"{self._name} has no tokenizer, so stop strings cannot be found; leave stop out")
+            raise KilnError(f"{self.info.name} has no tokenizer, so stop strings cannot be found; leave stop out")
         prompt = request.prompt
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not token_ids:
@@ -212,13 +250,13 @@ class Engine:
 
     def _require_worker(self) -> DecodeWorker:
         if self._worker is None:
-            raise KilnError(f"{self._name} has no KV cache and generates no tokens; use infer")
+            raise KilnError(f"{self.info.name} has no KV cache and generates no tokens; use infer")
         self._require_open()
         return self._worker
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:
-            raise KilnError(f"the engine of {self._name} is closed; open it again")
+            raise KilnError(f"the engine of {self.info.name} is closed; open it again")
 
 
 def default_kv_blocks(decoder: DecoderSpec, max_running: int) -> int:
@@ -230,6 +268,26 @@ def default_kv_blocks(decoder: DecoderSpec, max_running: int) -> int:
             f"{host_memory()}; use a machine with more memory, or give kv_blocks"
         )
     return min(max_running * blocks_for(decoder.max_context, decoder.kv.block_size), fitting)
+
+
+def _info(bundle: EngineBundle) -> EngineInfo:
+    manifest = bundle.manifest
+    plain = manifest.decoder is None
+    return EngineInfo(
+        manifest.name,
+        "model" if plain else "decoder",
+        source=manifest.model.source,
+        sha256=bundle.sha256,
+        sku=manifest.sku.name,
+        created=manifest.created,
+        tokenizer=str(bundle.tokenizer_path) if bundle.tokenizer_path else None,
+        inputs=_tensors(manifest.inputs) if plain else (),
+        outputs=_tensors(manifest.outputs) if plain else (),
+    )
+
+
+def _tensors(records: Iterable[TensorRecord]) -> tuple[TensorInfo, ...]:
+    return tuple(TensorInfo(record.name, record.dtype, record.shape) for record in records)
 
 
 def _prompt(prompt: str | SequenceOf[int]) -> str | tuple[int, ...]:

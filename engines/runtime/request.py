@@ -9,14 +9,40 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from engines.runtime.sequence import LANES, Lane
 from plugins.errors import KilnError
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
+GuidanceKind = Literal["json_schema", "json_object", "regex", "choices", "grammar"]
+
 _MAX_SEED = 2**64
+_MAX_CHOICES = 128
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """What the whole answer must match. `engines.runtime.guidance` compiles it, and raises KilnError where it cannot.
+
+    `value` by `kind`: a JSON Schema as JSON text; nothing for `json_object` (any JSON object); a regular expression;
+    the choices as a tuple of texts; a grammar in llguidance's Lark dialect.
+    """
+
+    kind: GuidanceKind
+    value: str | tuple[str, ...] = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GuidanceKind):
+            raise KilnError(f"guidance is by {self.kind!r}; expected one of {', '.join(get_args(GuidanceKind))}")
+        if self.kind == "choices":
+            choices = self.value
+            if not isinstance(choices, (tuple, list)) or not choices or not all(isinstance(c, str) for c in choices):
+                raise KilnError(f"the choices are {choices!r:.80}; expected one text or more: ('yes', 'no')")
+            object.__setattr__(self, "value", tuple(choices))
+        elif not isinstance(self.value, str) or (not self.value and self.kind != "json_object"):
+            raise KilnError(f"guidance by {self.kind} is {self.value!r:.80}; expected text")
 
 
 @dataclass(frozen=True)
@@ -54,6 +80,10 @@ class SamplingParams:
     """Generation ends where one of these appears in the text; the stop string itself is not returned."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token."""
+    n: int = 1
+    """Answers to one prompt, which is computed once; the first is the one that n=1 would give."""
+    guidance: Guidance | None = None
+    """Only tokens that can still lead to a match are chosen."""
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, "0 (greedy) or a finite positive number", lambda x: x >= 0)
@@ -72,6 +102,10 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop))
         if not isinstance(self.ignore_eos, bool):
             raise KilnError(f"ignore_eos is {self.ignore_eos!r}; expected True or False")
+        if isinstance(self.n, bool) or not isinstance(self.n, int) or not 1 <= self.n <= _MAX_CHOICES:
+            raise KilnError(f"n is {self.n!r}; expected an integer from 1 to {_MAX_CHOICES}")
+        if not isinstance(self.guidance, Guidance | None):
+            raise KilnError(f"guidance is a {type(self.guidance).__name__}; expected a Guidance, or None")
 
     @property
     def adjusts_logits(self) -> bool:

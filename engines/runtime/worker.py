@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from engines.backends.base import DecoderBackend
 from engines.runtime.block_pool import BlockPool
+from engines.runtime.metrics import EngineMetrics
 from engines.runtime.packing import step_inputs_from_batch
 from engines.runtime.prefix_cache import salt_of_tenant
 from engines.runtime.request import FinishReason, Request, SamplingParams, TokenChunk, TokenLogprobs
@@ -21,7 +22,7 @@ from engines.runtime.sampler import NonFiniteLogitsError, generator_from_seed, l
 from engines.runtime.scheduler import Batch, Scheduler, SchedulerConfig
 from engines.runtime.sequence import Sequence
 from engines.runtime.stream import Stream
-from engines.runtime.tokenizer import TextStream
+from engines.runtime.tokenizer import TextStream, Tokenizer
 from plugins.errors import KilnError
 
 
@@ -39,8 +40,11 @@ class _Active:
 class DecodeWorker:
     """Runs requests on a decoder backend, which it owns from now on, until `close`."""
 
-    def __init__(self, backend: DecoderBackend, eos_token_ids: tuple[int, ...], config: SchedulerConfig) -> None:
+    def __init__(
+        self, backend: DecoderBackend, eos_token_ids: tuple[int, ...], config: SchedulerConfig, metrics: EngineMetrics
+    ) -> None:
         self.backend = backend
+        self._metrics = metrics
         self.pool = BlockPool(backend.num_blocks)
         self._scheduler = Scheduler(self.pool, backend.kv.block_size, config)
         self._eos = frozenset(eos_token_ids)
@@ -54,7 +58,9 @@ class DecodeWorker:
         self._thread = threading.Thread(target=self._run, name="kiln-decode", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt: list[int], max_tokens: int, request: Request, text: TextStream | None = None) -> Stream:
+    def submit(
+        self, prompt: list[int], max_tokens: int, request: Request, tokenizer: Tokenizer | None = None
+    ) -> list[Stream]:
         """Queue a request.
 
         Raises KilnError when it can never fit, or the engine is closed or broken; QueueFullError when too many wait.
@@ -78,10 +84,11 @@ class DecodeWorker:
             self._scheduler.require_room(len(self._arrivals))
             stream = Stream(len(prompt), lambda: self._cancel(sequence.id))
             sampling = request.sampling
+            text = None if tokenizer is None else tokenizer.text_stream(prompt, sampling.stop)
             self._arrivals.append(_Active(sequence, sampling, generator_from_seed(sampling.seed), text, stream))
             self._next_id += 1
             self._changed.notify()
-        return stream
+        return [stream]
 
     def close(self) -> None:
         """Cancel what is outstanding, end the thread and close the backend; returns when that is done."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.runtime.engine import Engine, default_kv_blocks
+from engines.runtime.info import EngineInfo
 from engines.runtime.scheduler import SchedulerConfig
 from passes.manager import link_or_copy
 from passes.onnx_model import DecoderSpec, OnnxModel, external_files, load_structure, onnx_model_from_path
@@ -43,7 +44,7 @@ def onnx_subject_from_path(path: Path, threads: int | None = None) -> Subject:
     if model.decoder is not None:
         return EngineDecoder(side, _engine_from_graph(model, model.decoder, threads), model.decoder, encode=None)
     tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in model.inputs]
-    engine = Engine.from_model(OnnxRuntimeModel(path, threads=threads), name=path.name)
+    engine = Engine.from_model(OnnxRuntimeModel(path, threads=threads), EngineInfo(path.name, "model"))
     return EnginePlain(
         side, engine, input_specs_from_graph(load_structure(path), tensors), permutations_from_path(path)
     )
@@ -57,7 +58,9 @@ def _engine_from_graph(model: OnnxModel, spec: DecoderSpec, threads: int | None)
         backend = OnnxRuntimeDecoder(
             bound, spec.kv, default_kv_blocks(spec, 1), plugins=[cpu_library()], threads=threads
         )
-    return Engine.from_decoder(backend, spec, config=SchedulerConfig(max_running=1), name=model.path.name)
+    return Engine.from_decoder(
+        backend, spec, config=SchedulerConfig(max_running=1), info=EngineInfo(model.path.name, "decoder")
+    )
 
 
 def bound_graph(path: Path, folder: Path) -> Path:
