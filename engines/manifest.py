@@ -105,8 +105,59 @@ class CheckRecord(Record):
         return f"error {self.value:.1e}, {limit} ({self.origin})"
 
 
+class ServingMeasurement(Record):
+    """One setting as it was measured: medians over repetitions, times in seconds, rates per second.
+
+    `concurrency` requests were in flight, or so many items in a batch. `noise` is half the relative range of the rates.
+    `goodput` and `first_token`, `inter_token` (P99s) are None where they have no meaning or no limit was given.
+    """
+
+    concurrency: int
+    tokens_per_step: int | None = None
+    block_size: int | None = None
+    requests_per_second: float
+    latency: float
+    noise: float
+    efficiency: float
+    first_token: float | None = None
+    inter_token: float | None = None
+    goodput: float | None = None
+
+
+class ServingRecord(Record):
+    """How the bundle is served unless the caller says otherwise, and the measurements that chose it (`kiln tune`).
+
+    A decoder has `max_running` and `tokens_per_step`, any other model `max_batch`. Limits of the objective are seconds.
+    """
+
+    max_running: int | None = Field(default=None, ge=1)
+    tokens_per_step: int | None = Field(default=None, ge=1)
+    kv_blocks: int | None = Field(default=None, ge=1)
+    max_batch: int | None = Field(default=None, ge=1)
+    objective: Literal["throughput", "goodput"]
+    slo: dict[str, float] = {}
+    knee: int
+    """The batch size beyond which efficiency falls."""
+    workload: str
+    machine: dict[str, str]
+    threads: int
+    measurements: tuple[ServingMeasurement, ...]
+
+    def sentence(self) -> str:
+        """For people."""
+        chosen = {
+            "max_running": self.max_running,
+            "tokens_per_step": self.tokens_per_step,
+            "kv_blocks": self.kv_blocks,
+            "max_batch": self.max_batch,
+        }
+        settings = ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
+        limits = "".join(f", {name} at most {value:g} s" for name, value in self.slo.items())
+        return f"{settings} for {self.objective}{limits}; efficiency falls beyond batch {self.knee}"
+
+
 class Manifest(Record):
-    """`manifest.json`."""
+    """`manifest.json`. `parent` is the identity of the bundle that this one was tuned from."""
 
     schema_version: Literal[1] = 1
     kiln_version: str
@@ -124,4 +175,6 @@ class Manifest(Record):
     plugins: tuple[PluginRecord, ...] = ()
     passes: tuple[PassRecord, ...] = ()
     checks: tuple[CheckRecord, ...] = ()
+    parent: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    serving: ServingRecord | None = None
     files: dict[str, FileRecord]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engines.backends.base import DecoderBackend, InferBackend
 from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.bundle import EngineBundle, open_bundle
-from engines.manifest import TensorRecord
+from engines.manifest import Manifest, TensorRecord
 from engines.runtime.info import EngineInfo, TensorInfo
 from engines.runtime.metrics import EngineMetrics
 from engines.runtime.request import Completion, Request, SamplingParams
@@ -73,7 +73,8 @@ class Engine:
         Args:
             kv_blocks: blocks in the cache; by default what `config.max_running` full contexts need, at most a quarter
                 of the host's memory. Pages are committed only when they are first used.
-            config: how requests share the engine: places, tokens a step, lanes, prefixes, queue.
+            config: how requests share the engine: places, tokens a step, lanes, prefixes, queue; by default what
+                `kiln tune` wrote into the bundle, if it did.
             threads: threads of one step; None uses every CPU that this process may run on.
 
         Raises KilnError (BundleError) when the bundle does not verify or cannot run here.
@@ -86,7 +87,10 @@ class Engine:
         if manifest.decoder is None:
             model = OnnxRuntimeModel(bundle.engine_path, provider=provider, plugins=plugins, threads=threads)
             return cls.from_model(model, info=_info(bundle))
-        config = config or SchedulerConfig()
+        if config is None:
+            config = default_config(manifest)
+            if kv_blocks is None and manifest.serving is not None:
+                kv_blocks = manifest.serving.kv_blocks
         blocks = default_kv_blocks(manifest.decoder, config.max_running) if kv_blocks is None else kv_blocks
         backend = OnnxRuntimeDecoder(
             bundle.engine_path, manifest.decoder.kv, blocks, provider=provider, plugins=plugins, threads=threads
@@ -257,6 +261,13 @@ class Engine:
     def _require_open(self) -> None:
         if not self._finalizer.alive:
             raise KilnError(f"the engine of {self.info.name} is closed; open it again")
+
+
+def default_config(manifest: Manifest) -> SchedulerConfig:
+    """What `kiln tune` wrote into the bundle; SchedulerConfig's own defaults for the rest."""
+    serving = manifest.serving
+    tuned = {} if serving is None else {n: getattr(serving, n) for n in ("max_running", "tokens_per_step")}
+    return SchedulerConfig(**{name: value for name, value in tuned.items() if value is not None})
 
 
 def default_kv_blocks(decoder: DecoderSpec, max_running: int) -> int:
