@@ -11,10 +11,18 @@ from engines.runtime.engine import Engine
 from engines.runtime.info import EngineInfo
 from engines.runtime.request import Request, TokenChunk
 from engines.runtime.sequence import Lane
+from plugins.errors import KilnError
+
+
+class EngineDiedError(KilnError):
+    """The engine's process ended, or hung and was killed: the request may be sent again when it has been restarted."""
 
 
 class TokenStream(Protocol):
-    """The chunks of one answer. Raises RequestError, after the chunks before it, when the request failed."""
+    """The chunks of one answer, for one reader.
+
+    Raises RequestError, after the chunks before it, when the request failed; EngineDiedError when its engine died.
+    """
 
     def __aiter__(self) -> AsyncIterator[TokenChunk]: ...
 
