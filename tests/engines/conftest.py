@@ -1,6 +1,7 @@
 """Fixtures shared by the engine tests: a deterministic backend without a model, and a real tiny serving graph."""
 
 import hashlib
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 
 from engines.backends.base import StepInputs
+from engines.bundle import EngineBundle, file_records, write_bundle
+from engines.manifest import BackendRecord, Manifest, ModelRecord, PluginRecord, SkuRecord
 from engines.runtime.engine import Engine
 from engines.runtime.scheduler import SchedulerConfig
 from passes.onnx_model import DecoderSpec
+from plugins.abi import abi_hash
 from plugins.paged_attention.schema import (
     DOMAIN,
     LOGITS,
@@ -102,10 +106,11 @@ def fake_engine() -> Iterator[Callable[..., Engine]]:
 class TinyModel:
     """A serving graph on disk: token and position embedding, two attention layers with residuals, and a head."""
 
-    vocabulary, heads, kv_heads, head_dim, max_context, block_size = 61, 4, 2, 32, 256, 8
+    vocabulary, heads, kv_heads, head_dim, block_size = 61, 4, 2, 32, 8
 
-    def __init__(self, path: Path, dtype: str = "float32") -> None:
+    def __init__(self, path: Path, dtype: str = "float32", max_context: int = 256) -> None:
         self.path = path
+        self.max_context = max_context
         self.kv = KvSpec((KvLayer(self.kv_heads, self.head_dim),) * 2, self.block_size, dtype)
         self.decoder = DecoderSpec(self.kv, self.vocabulary, self.max_context, (0,))
         rng = np.random.default_rng(7)
@@ -184,11 +189,11 @@ class TinyModel:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyModel]:
-    """Makes the tiny serving graph with a given cache dtype."""
+    """Makes the tiny serving graph with a given cache dtype and context."""
     folder = tmp_path_factory.mktemp("tiny")
 
-    def make(dtype: str = "float32") -> TinyModel:
-        return TinyModel(folder / f"{dtype}.onnx", dtype)
+    def make(dtype: str = "float32", max_context: int = 256) -> TinyModel:
+        return TinyModel(folder / f"{dtype}-{max_context}.onnx", dtype, max_context)
 
     return make
 
@@ -199,3 +204,80 @@ def cpu_plugin() -> Path:
     from plugins.build import cpu_library
 
     return cpu_library()
+
+
+def tokenizer_folder(folder: Path) -> None:
+    """Letters are tokens 1 to 60, and 0 ends a sequence, to match the tiny model's vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [chr(ord("A") + i) for i in range(60)]
+    core = Tokenizer(models.BPE({"<end>": 0, **{c: i for i, c in enumerate(letters, 1)}}, []))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(["<end>"])
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>").save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def make_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., EngineBundle]:
+    """Writes a bundle around a graph: with a decoder, a plugin that claims an ABI, and a tokenizer if asked for."""
+
+    def make(
+        graph: Path,
+        decoder: DecoderSpec | None = None,
+        plugin: Path | None = None,
+        abi: str = abi_hash(),
+        tokenizer: bool = False,
+    ) -> EngineBundle:
+        def fill(folder: Path) -> Manifest:
+            shutil.copy(graph, folder / "engine.onnx")
+            if plugin:
+                shutil.copy(plugin, folder / "plugin.so")
+            if tokenizer:
+                tokenizer_folder(folder / "tokenizer")
+            return Manifest(
+                kiln_version="0",
+                created="2026-01-01T00:00:00Z",
+                name="tiny",
+                model=ModelRecord(source="tiny", architecture="tiny", sha256="0" * 64, parameters=1),
+                sku=SkuRecord(name="cpu-avx2", arch="x86-64-v3"),
+                backend=BackendRecord(name="onnxruntime", version="1.31", provider="CPUExecutionProvider"),
+                precision="fp32",
+                tokenizer="tokenizer" if tokenizer else None,
+                inputs=(),
+                outputs=(),
+                decoder=decoder,
+                plugins=(PluginRecord(file="plugin.so", operator="kiln::PagedAttention", abi_hash=abi),)
+                if plugin
+                else (),
+                files=file_records(folder),
+            )
+
+        return write_bundle(tmp_path_factory.mktemp("bundles") / "tiny", fill)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(make_bundle, tiny_model, cpu_plugin) -> EngineBundle:
+    """The tiny serving graph as a bundle, with a tokenizer of single letters."""
+    model = tiny_model()
+    return make_bundle(model.path, model.decoder, cpu_plugin, tokenizer=True)
+
+
+@pytest.fixture(scope="session")
+def twice_bundle(make_bundle, tmp_path_factory: pytest.TempPathFactory) -> EngineBundle:
+    """A model without a cache: `twice` is `x + x`, both float32 [n]."""
+    import onnx
+
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Add", ["x", "x"], ["twice"])],
+        "twice",
+        [value("x", 1, ["n"])],
+        [value("twice", 1, ["n"])],
+    )
+    path = tmp_path_factory.mktemp("twice") / "twice.onnx"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10), path)
+    return make_bundle(path)

@@ -2,23 +2,19 @@
 
 import asyncio
 import dataclasses
-import shutil
 import subprocess
 import sys
 import threading
 
 import numpy as np
-import onnx
 import pytest
 
 from engines.backends.onnxruntime import OnnxRuntimeDecoder
-from engines.bundle import file_records, open_bundle, write_bundle
-from engines.manifest import BackendRecord, Manifest, ModelRecord, PluginRecord, SkuRecord
+from engines.bundle import open_bundle
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.score import score
-from plugins.abi import abi_hash
 from plugins.errors import KilnError
 
 LENGTHS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 90, 120, 150)
@@ -29,53 +25,9 @@ PROMPTS = [
 ]
 
 
-def tokenizer_folder(folder):
-    """Letters are tokens 1 to 60, and 0 ends a sequence, to match the tiny model's vocabulary."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = [chr(ord("A") + i) for i in range(60)]
-    core = Tokenizer(models.BPE({"<end>": 0, **{c: i for i, c in enumerate(letters, 1)}}, []))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
-    core.add_special_tokens(["<end>"])
-    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>").save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
-def bundle(tiny_model, cpu_plugin, tmp_path_factory):
-    model = tiny_model()
-
-    def fill(folder):
-        shutil.copy(model.path, folder / "engine.onnx")
-        shutil.copy(cpu_plugin, folder / "plugin.so")
-        tokenizer_folder(folder / "tokenizer")
-        return manifest(folder, decoder=model.decoder, tokenizer="tokenizer", hash_=abi_hash())
-
-    return write_bundle(tmp_path_factory.mktemp("bundles") / "tiny", fill)
-
-
-def manifest(folder, decoder, tokenizer, hash_):
-    return Manifest(
-        kiln_version="0",
-        created="2026-01-01T00:00:00Z",
-        name="tiny",
-        model=ModelRecord(source="tiny", architecture="tiny", sha256="0" * 64, parameters=1),
-        sku=SkuRecord(name="cpu-avx2", arch="x86-64-v3"),
-        backend=BackendRecord(name="onnxruntime", version="1.31", provider="CPUExecutionProvider"),
-        precision="fp32",
-        tokenizer=tokenizer,
-        inputs=(),
-        outputs=(),
-        decoder=decoder,
-        plugins=(PluginRecord(file="plugin.so", operator="kiln::PagedAttention", abi_hash=hash_),) if hash_ else (),
-        files=file_records(folder),
-    )
-
-
-@pytest.fixture(scope="module")
-def engine(bundle):
-    with Engine.open(bundle.path, config=SchedulerConfig(16, 64)) as engine:
+def engine(tiny_bundle):
+    with Engine.open(tiny_bundle.path, config=SchedulerConfig(16, 64)) as engine:
         yield engine
 
 
@@ -148,10 +100,10 @@ def test_a_prompt_beyond_the_context(engine):
     assert last.finish_reason in ("length", "stop")
 
 
-def test_few_blocks_make_requests_wait_but_change_no_token(bundle, engine):
+def test_few_blocks_make_requests_wait_but_change_no_token(tiny_bundle, engine):
     sampling = SamplingParams(max_tokens=20, ignore_eos=True)
     expected = engine.generate(PROMPTS, sampling)
-    with Engine.open(bundle.path, kv_blocks=24, config=SchedulerConfig(4, 5), threads=1) as small:
+    with Engine.open(tiny_bundle.path, kv_blocks=24, config=SchedulerConfig(4, 5), threads=1) as small:
         assert small.generate(PROMPTS, sampling) == expected
         assert small.free_blocks == 24
 
@@ -160,22 +112,8 @@ def test_default_pool_holds_max_running_contexts(engine):
     assert engine.backend.num_blocks == 16 * 256 // 8
 
 
-def test_a_bundle_without_a_cache_infers_and_generates_nothing(tmp_path):
-    def fill(folder):
-        value = onnx.helper.make_tensor_value_info
-        graph = onnx.helper.make_graph(
-            [onnx.helper.make_node("Add", ["x", "x"], ["twice"])],
-            "twice",
-            [value("x", 1, ["n"])],
-            [value("twice", 1, ["n"])],
-        )
-        onnx.save(
-            onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10),
-            folder / "engine.onnx",
-        )
-        return manifest(folder, decoder=None, tokenizer=None, hash_=None)
-
-    with Engine.open(write_bundle(tmp_path / "twice", fill).path) as engine:
+def test_a_bundle_without_a_cache_infers_and_generates_nothing(twice_bundle):
+    with Engine.open(twice_bundle.path) as engine:
         assert engine.infer({"x": np.ones(3, np.float32)})["twice"].tolist() == [2, 2, 2]
         for use in (lambda: engine.generate([[1]]), lambda: engine.submit(Request((1,))), lambda: engine.backend):
             with pytest.raises(KilnError, match="has no KV cache and generates no tokens; use infer"):
@@ -186,11 +124,11 @@ def test_a_bundle_without_a_cache_infers_and_generates_nothing(tmp_path):
         engine.infer({"x": np.ones(3, np.float32)})
 
 
-def test_a_program_may_end_while_requests_run(bundle):
+def test_a_program_may_end_while_requests_run(tiny_bundle):
     code = (
         "from engines.runtime.engine import Engine\n"
         "from engines.runtime.request import Request, SamplingParams\n"
-        f"engine = Engine.open({str(bundle.path)!r}, threads=1)\n"
+        f"engine = Engine.open({str(tiny_bundle.path)!r}, threads=1)\n"
         "streams = [engine.submit(Request((1, 2, 3), SamplingParams(ignore_eos=True))) for _ in range(40)]\n"
         "print(len(next(streams[0]).token_ids))\n"
     )
@@ -198,13 +136,9 @@ def test_a_program_may_end_while_requests_run(bundle):
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
-def test_a_plugin_of_another_abi_is_refused(bundle, tmp_path):
-    def fill(folder):
-        for name in ("engine.onnx", "plugin.so"):
-            shutil.copy(bundle.path / name, folder / name)
-        return manifest(folder, decoder=bundle.manifest.decoder, tokenizer=None, hash_="f" * 64)
-
-    other = write_bundle(tmp_path / "other", fill)
+def test_a_plugin_of_another_abi_is_refused(make_bundle, tiny_model, cpu_plugin):
+    model = tiny_model()
+    other = make_bundle(model.path, model.decoder, cpu_plugin, abi="f" * 64)
     assert open_bundle(other.path)
     with pytest.raises(KilnError, match="implements kiln::PagedAttention with ABI ffffffffffff, this Kiln expects"):
         Engine.open(other.path)
