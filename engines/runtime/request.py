@@ -7,7 +7,8 @@ the sampler failed).
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -106,6 +107,11 @@ class SamplingParams:
             raise KilnError(f"n is {self.n!r}; expected an integer from 1 to {_MAX_CHOICES}")
         if not isinstance(self.guidance, Guidance | None):
             raise KilnError(f"guidance is a {type(self.guidance).__name__}; expected a Guidance, or None")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as the values it is made from, because a mapping proxy cannot be; checked again where it arrives."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return partial(SamplingParams, **values | {"logit_bias": dict(self.logit_bias)}), ()
 
     @property
     def adjusts_logits(self) -> bool:
@@ -209,3 +215,6 @@ class RequestError(KilnError):
     def __init__(self, message: str, completion: Completion) -> None:
         super().__init__(message)
         self.completion = completion
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RequestError, (str(self), self.completion)

@@ -1,4 +1,4 @@
-"""The two ends of one request: the worker pushes chunks, callers on any thread or event loop read them.
+"""The two ends of one request: the worker pushes chunks, callers on any thread or event loop read or are handed them.
 
 Knows nothing of scheduling. Chunks wait without bound, which max_tokens bounds; a slow reader delays nobody.
 """
@@ -30,6 +30,7 @@ class Stream:
         self._completion: Completion | None = None
         self._error: BaseException | None = None
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._give: Callable[[TokenChunk | RequestError], None] | None = None
 
     @property
     def done(self) -> bool:
@@ -52,6 +53,19 @@ class Stream:
         self._raise_failure()
         assert self._completion is not None
         return self._completion
+
+    def forward(self, give: Callable[[TokenChunk | RequestError], None]) -> None:
+        """Hand every chunk to `give` instead of to readers: those unread now, later ones as they come about.
+
+        A failure is handed over as the RequestError that reading would raise. Calls come in order, from the thread that
+        pushes, while the stream is locked: `give` must only put the chunk somewhere, and not raise.
+        """
+        with self._changed:
+            self._give = give
+            while self._unread:
+                give(self._unread.popleft())
+            if (failure := self._failure()) is not None:
+                give(failure)
 
     def __iter__(self) -> "Stream":
         return self
@@ -87,9 +101,12 @@ class Stream:
             self._token_ids.extend(chunk.token_ids)
             self._text.append(chunk.text)
             self._logprobs.extend(chunk.logprobs)
-            self._unread.append(chunk)
             if chunk.finish_reason is not None:
                 self._complete(chunk.finish_reason)
+            if self._give is None:
+                self._unread.append(chunk)
+            else:
+                self._give(chunk)
             self._wake()
 
     def fail(self, error: BaseException) -> None:
@@ -97,6 +114,8 @@ class Stream:
         with self._changed:
             self._error = error
             self._complete("error")
+            if self._give is not None and (failure := self._failure()) is not None:
+                self._give(failure)
             self._wake()
 
     def _complete(self, reason: FinishReason) -> None:
@@ -113,14 +132,21 @@ class Stream:
         self._waiters.clear()
 
     def _raise_failure(self) -> None:
-        if self._error is not None:
-            assert self._completion is not None
-            message = " ".join(str(self._error).split()) or type(self._error).__name__
-            raise RequestError(
-                f"the request failed after {len(self._completion.token_ids)} tokens: {message}; the engine goes on: "
-                "submit it again, and lower tokens_per_step or kv_blocks if memory ran out",
-                self._completion,
-            ) from self._error
+        if (failure := self._failure()) is not None:
+            raise failure
+
+    def _failure(self) -> RequestError | None:
+        if self._error is None:
+            return None
+        assert self._completion is not None
+        message = " ".join(str(self._error).split()) or type(self._error).__name__
+        failure = RequestError(
+            f"the request failed after {len(self._completion.token_ids)} tokens: {message}; the engine goes on: "
+            "submit it again, and lower tokens_per_step or kv_blocks if memory ran out",
+            self._completion,
+        )
+        failure.__cause__ = self._error
+        return failure
 
 
 def _resolve(future: "asyncio.Future[None]") -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from engines.runtime.engine import Engine, default_kv_blocks
-from engines.runtime.request import Request, RequestError, SamplingParams
+from engines.runtime.request import Request, RequestError, SamplingParams, TokenChunk
 from engines.runtime.stream import Stream
 from passes.onnx_model import DecoderSpec
 from plugins.errors import KilnError
@@ -63,6 +63,33 @@ def test_streaming_gives_the_same_as_waiting(fake_engine):
     whole = engine.generate([[3, 4]], SamplingParams(max_tokens=6))[0]
     assert tuple(t for c in chunks for t in c.token_ids) == whole.token_ids
     assert [c.finish_reason for c in chunks] == [None] * 5 + ["length"]
+
+
+def test_a_stream_can_be_forwarded_those_chunks_first_that_nobody_read(fake_engine):
+    engine = fake_engine()
+    whole = engine.generate([[3, 4]], SamplingParams(max_tokens=12))[0]
+    stream, handed = engine.submit(request([3, 4], max_tokens=12)), []
+    first = next(stream)
+    stream.forward(handed.append)
+    stream.result(20)
+    assert first.token_ids + tuple(t for chunk in handed for t in chunk.token_ids) == whole.token_ids
+    assert [chunk.finish_reason for chunk in handed if chunk.finish_reason] == ["length"]
+
+
+@pytest.mark.parametrize("forwarded_first", [True, False])
+def test_forwarding_hands_a_failure_over_as_reading_would_raise_it(forwarded_first):
+    stream, handed = Stream(2, lambda: None), []
+    stream.push(TokenChunk((5,), "a"))
+    if forwarded_first:
+        stream.forward(handed.append)
+    stream.fail(RuntimeError("out of memory"))
+    if not forwarded_first:
+        stream.forward(handed.append)
+    chunk, error = handed
+    assert chunk == TokenChunk((5,), "a")
+    assert isinstance(error, RequestError)
+    assert error.completion.token_ids == (5,)
+    assert "failed after 1 tokens: out of memory" in str(error)
 
 
 def test_async_streams_run_side_by_side(fake_engine):

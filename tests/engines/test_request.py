@@ -1,8 +1,9 @@
 import math
+import pickle
 
 import pytest
 
-from engines.runtime.request import Request, SamplingParams
+from engines.runtime.request import Completion, Guidance, Request, RequestError, SamplingParams
 from plugins.errors import KilnError
 
 
@@ -84,3 +85,12 @@ def test_a_bias_that_makes_no_sense(bias, message):
 def test_how_a_request_is_served_is_checked(options, message):
     with pytest.raises(KilnError, match=message):
         Request((1,), **options)
+
+
+def test_requests_and_their_errors_can_be_sent_to_another_process():
+    sampling = SamplingParams(0.5, logit_bias={3: -1.5}, stop=("a",), n=2, guidance=Guidance("regex", "a+"))
+    request = Request((1, 2), sampling, lane="batch", timeout=2.0, tenant="t")
+    assert pickle.loads(pickle.dumps(request)) == request
+    error = RequestError("it failed", Completion((1, 2), "ab", "error", 3))
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.completion) == ("it failed", error.completion)
