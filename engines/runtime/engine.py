@@ -64,6 +64,7 @@ class Engine:
         cls,
         path: str | Path,
         *,
+        name: str | None = None,
         kv_blocks: int | None = None,
         config: SchedulerConfig | None = None,
         threads: int | None = None,
@@ -71,6 +72,7 @@ class Engine:
         """Verify a bundle and open it.
 
         Args:
+            name: what it calls itself, in metrics too; by default the bundle's model.
             kv_blocks: blocks in the cache; by default what `config.max_running` full contexts need, at most a quarter
                 of the host's memory. Pages are committed only when they are first used.
             config: how requests share the engine: places, tokens a step, lanes, prefixes, queue; by default what
@@ -86,7 +88,7 @@ class Engine:
         provider, plugins = manifest.backend.provider, bundle.plugin_paths
         if manifest.decoder is None:
             model = OnnxRuntimeModel(bundle.engine_path, provider=provider, plugins=plugins, threads=threads)
-            return cls.from_model(model, info=_info(bundle))
+            return cls.from_model(model, info=_info(bundle, name))
         if config is None:
             config = default_config(manifest)
             if kv_blocks is None and manifest.serving is not None:
@@ -95,7 +97,7 @@ class Engine:
         backend = OnnxRuntimeDecoder(
             bundle.engine_path, manifest.decoder.kv, blocks, provider=provider, plugins=plugins, threads=threads
         )
-        return cls.from_decoder(backend, manifest.decoder, tokenizer, config, info=_info(bundle))
+        return cls.from_decoder(backend, manifest.decoder, tokenizer, config, info=_info(bundle, name))
 
     @classmethod
     def from_decoder(
@@ -281,11 +283,11 @@ def default_kv_blocks(decoder: DecoderSpec, max_running: int) -> int:
     return min(max_running * blocks_for(decoder.max_context, decoder.kv.block_size), fitting)
 
 
-def _info(bundle: EngineBundle) -> EngineInfo:
+def _info(bundle: EngineBundle, name: str | None) -> EngineInfo:
     manifest = bundle.manifest
     plain = manifest.decoder is None
     return EngineInfo(
-        manifest.name,
+        name or manifest.name,
         "model" if plain else "decoder",
         source=manifest.model.source,
         sha256=bundle.sha256,
