@@ -12,6 +12,8 @@ from typing import Any
 
 from plugins.errors import KilnError, first_line
 
+_UNKNOWN_LENGTH = 10**9
+"""transformers gives 10**30 for a length that it does not know."""
 _CONTEXT_TOKENS = 8
 """Prompt tokens that the streaming decoder sees first, so that it knows whether a leading space belongs to the text."""
 
@@ -36,8 +38,17 @@ class Tokenizer:
                 f"the tokenizer in {folder} is a {type(loaded).__name__} without a fast (tokenizers) form; "
                 "convert it with transformers and save it as tokenizer.json"
             )
+        # Some tokenizers are saved with a length to cut or pad to, which would change requests without a word.
+        core.no_truncation()
+        core.no_padding()
         self._loaded = loaded
         self._core = core
+
+    @property
+    def max_length(self) -> int | None:
+        """Most tokens that the model takes, as its authors noted it; None where they did not."""
+        length = self._loaded.model_max_length
+        return length if length < _UNKNOWN_LENGTH else None
 
     @property
     def core(self) -> Any:
@@ -47,6 +58,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the model expects around one."""
         return self._core.encode(text, add_special_tokens=True).ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """What `encode` gives for each text; other threads run meanwhile."""
+        return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=True)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids without special tokens."""

@@ -196,3 +196,18 @@ def test_works_quietly_without_torch(bytes_folder):
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().isdigit()
     assert done.stderr == ""
+
+
+def test_a_saved_length_to_cut_or_pad_to_is_not_followed(bytes_folder, tmp_path):
+    """all-MiniLM's tokenizer comes with both."""
+    from tokenizers import Tokenizer as Core
+
+    core = Core.from_file(str(bytes_folder / "tokenizer.json"))
+    core.enable_truncation(4)
+    core.enable_padding(length=6)
+    saved = Tokenizer(save(core, tmp_path, model_max_length=128))
+    assert len(saved.encode("abcdefgh")) == 8
+    assert saved.encode_all(["a", "abcdefgh"]) == [saved.encode("a"), saved.encode("abcdefgh")]
+    assert len(saved.encode("a")) == 1
+    assert saved.max_length == 128
+    assert Tokenizer(bytes_folder).max_length is None
