@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.runtime.info import TensorInfo
 from plugins.paged_attention.schema import KvSpec
 
 Int32Array = NDArray[np.int32]
@@ -47,8 +48,15 @@ class DecoderBackend(Protocol):
 class InferBackend(Protocol):
     """Runs models without a KV cache."""
 
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+
+    def check(self, inputs: Mapping[str, NDArray]) -> None:
+        """Raise KilnError naming a missing, unknown, mis-shaped or mis-typed input. Any thread may call."""
+        ...
+
     def infer(self, inputs: Mapping[str, NDArray]) -> dict[str, NDArray]:
-        """Run once. Raises KilnError naming a missing, unknown, mis-shaped or mis-typed input."""
+        """Run once; the outputs are owned by the caller. Raises as `check`, and KilnError when the model fails."""
         ...
 
     def close(self) -> None: ...

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.base import StepInputs
+from engines.runtime.info import TensorInfo
 from engines.sku import host_memory
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import CACHE_ITEMSIZE, LOGITS, STEP_INPUTS, KvSpec, cache_names, cache_output_names
@@ -147,12 +148,12 @@ class OnnxRuntimeModel:
         config: Mapping[str, str] | None = None,
     ) -> None:
         self._session = session_from_file(engine, provider, plugins, threads, optimized, config)
-        self._inputs: dict[str, tuple[str, tuple[int | str | None, ...]]] = {}
         for node in self._session.get_inputs():
             if node.type not in _NUMPY_TYPE:
                 raise KilnError(f"{engine}: input {node.name} is a {node.type}, which infer cannot feed")
-            self._inputs[node.name] = (_NUMPY_TYPE[node.type], tuple(node.shape))
-        self._outputs = [node.name for node in self._session.get_outputs()]
+        self.inputs = _tensors(self._session.get_inputs())
+        self.outputs = _tensors(self._session.get_outputs())
+        self._output_names = [tensor.name for tensor in self.outputs]
 
     def infer(self, inputs: Mapping[str, NDArray]) -> dict[str, NDArray]:
         """Run once; gives every graph output under its own name.
@@ -162,40 +163,51 @@ class OnnxRuntimeModel:
         session = self._session
         if session is None:
             raise RuntimeError("the backend is closed")
-        self._check(inputs)
+        self.check(inputs)
         try:
-            results = session.run(self._outputs, dict(inputs))
+            results = session.run(self._output_names, dict(inputs))
         except Exception as error:  # ONNX Runtime's errors have no common base
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
             raise KilnError(f"the model failed on inputs of shape {shapes}: {ort_message(error)}") from error
-        return dict(zip(self._outputs, results, strict=True))
+        return dict(zip(self._output_names, results, strict=True))
 
     def close(self) -> None:
         """Free the session. The backend is unusable afterwards; a second call does nothing."""
         self._session = None
 
-    def _check(self, inputs: Mapping[str, NDArray]) -> None:
-        missing = sorted(set(self._inputs) - set(inputs))
-        unknown = sorted(set(inputs) - set(self._inputs))
+    def check(self, inputs: Mapping[str, NDArray]) -> None:
+        """Raise KilnError naming a missing, unknown, mis-shaped or mis-typed input. Types are not converted."""
+        known = [tensor.name for tensor in self.inputs]
+        missing = sorted(set(known) - set(inputs))
+        unknown = sorted(set(inputs) - set(known))
         if missing or unknown:
             found = ", ".join(sorted(inputs)) or "none"
             raise KilnError(
-                f"found inputs {found}; the model expects {', '.join(self._inputs)}"
+                f"found inputs {found}; the model expects {', '.join(known)}"
                 + (f": add {', '.join(missing)}" if missing else "")
                 + (f": leave out {', '.join(unknown)}" if unknown else "")
             )
-        for name, (dtype, shape) in self._inputs.items():
-            array = inputs[name]
-            if not isinstance(array, np.ndarray):
-                raise KilnError(f"input {name} is a {type(array).__name__}; expected a NumPy array of {dtype}")
-            if array.dtype != np.dtype(dtype):
-                raise KilnError(f"input {name} has dtype {array.dtype}; expected {dtype}: convert it with .astype()")
-            fits = len(shape) == array.ndim and all(
-                not isinstance(want, int) or want == have for want, have in zip(shape, array.shape, strict=True)
-            )
-            if not fits:
-                wanted = ", ".join("any" if want is None else str(want) for want in shape)
-                raise KilnError(f"input {name} has shape {list(array.shape)}; expected [{wanted}]")
+        for tensor in self.inputs:
+            _check_input(tensor, inputs[tensor.name])
+
+
+def _tensors(nodes: Sequence[Any]) -> tuple[TensorInfo, ...]:
+    """Inputs or outputs of a session; a type that NumPy has no name for, such as a sequence, keeps ONNX's."""
+    return tuple(TensorInfo(node.name, _NUMPY_TYPE.get(node.type, node.type), tuple(node.shape)) for node in nodes)
+
+
+def _check_input(tensor: TensorInfo, array: NDArray) -> None:
+    name, dtype, shape = tensor.name, tensor.dtype, tensor.shape
+    if not isinstance(array, np.ndarray):
+        raise KilnError(f"input {name} is a {type(array).__name__}; expected a NumPy array of {dtype}")
+    if array.dtype != np.dtype(dtype):
+        raise KilnError(f"input {name} has dtype {array.dtype}; expected {dtype}: convert it with .astype()")
+    fits = len(shape) == array.ndim and all(
+        not isinstance(want, int) or want == have for want, have in zip(shape, array.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise KilnError(f"input {name} has shape {list(array.shape)}; expected [{wanted}]")
 
 
 def session_from_file(
