@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from engines.runtime.block_pool import BlockPool
 from engines.runtime.packing import step_inputs_from_batch
+from engines.runtime.paged_kv import PagedKv
 from engines.runtime.scheduler import Scheduler, SchedulerConfig
 from engines.runtime.sequence import Sequence
 
@@ -27,15 +27,15 @@ PROMPT = 40
 
 def decoding(running: int, steps: int) -> Scheduler:
     """A scheduler whose sequences all decode, and others that wait behind them."""
-    pool = BlockPool(running * ((PROMPT + steps) // BLOCK_SIZE + 2))
+    kv = PagedKv(running * ((PROMPT + steps) // BLOCK_SIZE + 2), BLOCK_SIZE)
     config = SchedulerConfig(running, max(2048, running), headroom=0.0)
-    scheduler = Scheduler(pool, BLOCK_SIZE, config)
+    scheduler = Scheduler(kv, config)
     for number in range(2 * running):
         lane = "batch" if number % 2 else "interactive"
         scheduler.submit(Sequence(number, [number, *range(PROMPT - 1)], steps + 50, lane=lane))
     while len(scheduler.running) < running or not all(sequence.decoding for sequence in scheduler.running):
         batch = scheduler.schedule(0.0)
-        sampling = [chunk.sequence for chunk in batch if chunk.samples]
+        sampling = [chunk.sequence for chunk in batch if chunk.rows]
         scheduler.advance(batch)
         for sequence in sampling:
             sequence.append(1)

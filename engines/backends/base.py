@@ -4,7 +4,7 @@ A backend owns its session and the cache memory. It knows nothing of requests, b
 sampling; the caller guarantees that block tables and slots are valid and that one thread calls at a time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,9 +35,15 @@ class DecoderBackend(Protocol):
 
     kv: KvSpec
     num_blocks: int
+    host_blocks: int
+    """Blocks in host memory beside the cache, for sequences that gave way."""
 
     def step(self, inputs: StepInputs) -> NDArray[np.float32]:
         """Run one step and update the caches in place. Returns logits [rows, vocabulary], owned by the caller."""
+        ...
+
+    def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, (from, to) one after the other; numbers from `num_blocks` on are the host blocks."""
         ...
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.base import StepInputs
+from engines.backends.window import graph_with_window
 from engines.runtime.info import TensorInfo
 from engines.sku import host_memory
 from plugins.errors import KilnError
@@ -26,6 +27,7 @@ ALTERNATING = {"session.force_spinning_stop": "1"}
 _SLOWER_ON_CPU = ["SkipLayerNormFusion", "BiasGeluFusion"]
 """ONNX Runtime's own rewrites that cost time on its CPU provider: its kernel for residual and norm together takes twice
 (RMSNorm) to six times (LayerNorm) as long as the two apart, docs/passes.md; that for bias and GELU 1.1 times."""
+_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _ALIGNMENT = 64
 """Cache line, and one AVX-512 register."""
 _ONNX_TYPE = {"float32": 1, "float16": 10, "bfloat16": 16}
@@ -51,6 +53,8 @@ class OnnxRuntimeDecoder:
     Args:
         engine: the .onnx file; inputs and outputs are named as in `plugins.paged_attention.schema`.
         kv: cache layout; memory of `num_blocks * kv.bytes_per_block` bytes is reserved, zeroed, once.
+        host_blocks: blocks to which `move_blocks` can move content out of the cache.
+        window: attend to so many tokens only, for a cache of rings; None attends as the graph says.
         provider: only the CPU provider for now.
         plugins: libraries with the graph's custom operators.
         threads: threads of one step; None uses every CPU that this process may run on.
@@ -66,6 +70,8 @@ class OnnxRuntimeDecoder:
         kv: KvSpec,
         num_blocks: int,
         *,
+        host_blocks: int = 0,
+        window: int | None = None,
         provider: str = CPU,
         plugins: Sequence[Path] = (),
         threads: int | None = None,
@@ -74,15 +80,23 @@ class OnnxRuntimeDecoder:
     ) -> None:
         if provider != CPU:
             raise KilnError(f"the paged cache runs on {CPU} for now, found provider {provider}; build for --sku cpu")
-        _check_pool(kv, num_blocks)
+        _check_pool(kv, num_blocks + host_blocks)
         self.kv = kv
         self.num_blocks = num_blocks
-        self._session = session_from_file(engine, provider, plugins, threads, optimized, config)
+        self.host_blocks = host_blocks
+        graph = None if window is None else graph_with_window(engine, window)
+        self._session = session_from_file(engine, provider, plugins, threads, optimized, config, graph)
         _check_serving_graph(engine, self._session, kv)
         outputs = {node.name: node for node in self._session.get_outputs()}
         self._vocabulary: int = outputs[LOGITS].shape[1]
         self._binding = self._session.io_binding()
+        self._arrays: dict[str, NDArray] = {}  # over the caches' memory; 16-bit floats as uint16
         self._caches = self._bind_caches()
+        self._host_caches = {
+            name: np.zeros((host_blocks, *array.shape[1:]), array.dtype)
+            for name, array in self._arrays.items()
+            if host_blocks
+        }
 
     @property
     def vocab_size(self) -> int:
@@ -107,11 +121,26 @@ class OnnxRuntimeDecoder:
         self._session.run_with_iobinding(self._binding)
         return logits
 
+    def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, (from, to) one after the other; numbers from `num_blocks` on are the host blocks."""
+        for name, cache in self._arrays.items():
+            host = self._host_caches.get(name)
+            for source, target in moves:
+                self._block(cache, host, target)[...] = self._block(cache, host, source)
+
     def close(self) -> None:
         """Free session and caches. The backend is unusable afterwards; a second call does nothing."""
         self._binding = None
         self._caches = {}
+        self._arrays = {}
+        self._host_caches = {}
         self._session = None
+
+    def _block(self, cache: NDArray, host: NDArray | None, number: int) -> NDArray:
+        if number < self.num_blocks:
+            return cache[number]
+        assert host is not None, f"block {number} is a host block, and there are none"
+        return host[number - self.num_blocks]
 
     def _bind_caches(self) -> dict[str, Any]:
         """Allocate every cache and bind it as input and as output."""
@@ -120,7 +149,8 @@ class OnnxRuntimeDecoder:
             shape = self.kv.cache_shape(layer, self.num_blocks)
             for source, target in zip(cache_names(layer), cache_output_names(layer), strict=True):
                 try:
-                    caches[source] = value = _zeroed(shape, self.kv.dtype)
+                    self._arrays[source], value = _zeroed(shape, self.kv.dtype)
+                    caches[source] = value
                 except MemoryError as error:
                     size = self.num_blocks * self.kv.bytes_per_block / 2**30
                     raise KilnError(
@@ -217,8 +247,12 @@ def session_from_file(
     threads: int | None,
     optimized: bool = True,
     config: Mapping[str, str] | None = None,
+    graph: bytes | None = None,
 ) -> Any:
-    """An ONNX Runtime session. Raises KilnError naming the missing file, library, provider or operator."""
+    """An ONNX Runtime session of a file, or of `graph`, which replaces it but uses the weights beside it.
+
+    Raises KilnError naming the missing file, library, provider or operator.
+    """
     if threads is not None and threads < 1:
         raise KilnError(f"threads is {threads}; expected at least 1, or None for every CPU")
     for path in (engine, *plugins):
@@ -245,6 +279,8 @@ def session_from_file(
     for key, value in (config or {}).items():
         options.add_session_config_entry(key, value)
     options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
+    if graph is not None:
+        options.add_session_config_entry(_WEIGHTS_FOLDER, str(engine.parent))
     for plugin in plugins:
         try:
             options.register_custom_ops_library(str(plugin))
@@ -254,7 +290,7 @@ def session_from_file(
             ) from error
     try:
         return onnxruntime.InferenceSession(
-            str(engine),
+            str(engine) if graph is None else graph,
             options,
             providers=list(dict.fromkeys((provider, CPU))),
             disabled_optimizers=_SLOWER_ON_CPU if provider == CPU else None,
@@ -317,8 +353,11 @@ def _check_serving_graph(engine: Path, session: Any, kv: KvSpec) -> None:
         )
 
 
-def _zeroed(shape: tuple[int, ...], dtype: str) -> Any:
-    """A zeroed, aligned OrtValue in host memory; the system commits its pages when they are first written."""
+def _zeroed(shape: tuple[int, ...], dtype: str) -> tuple[NDArray, Any]:
+    """A zeroed, aligned array (16-bit floats as uint16) and the OrtValue over it.
+
+    The system commits its pages when they are first written.
+    """
     import onnxruntime
 
     itemsize = CACHE_ITEMSIZE[dtype]  # type: ignore[index]
@@ -326,4 +365,4 @@ def _zeroed(shape: tuple[int, ...], dtype: str) -> Any:
     raw = np.zeros(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     array = raw[start : start + size].view({4: np.float32, 2: np.uint16}[itemsize]).reshape(shape)
-    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPE[dtype])
+    return array, onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPE[dtype])

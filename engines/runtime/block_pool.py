@@ -28,6 +28,7 @@ class BlockPool:
         self.total = total
         self._free = list(range(total - 1, -1, -1))
         self._owners = [0] * total
+        self._held = 0
         self._hash_of: dict[int, BlockHash] = {}  # held or cached blocks with known content
         self._block_of: dict[BlockHash, int] = {}  # the inverse
         self._cached: OrderedDict[int, None] = OrderedDict()  # without owners, least recently used first
@@ -45,7 +46,12 @@ class BlockPool:
     @property
     def held(self) -> int:
         """Blocks with at least one owner."""
-        return self.total - len(self._free) - len(self._cached)
+        return self._held
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every block is accounted for; cheap enough to be asked after every step."""
+        return len(self._free) + len(self._cached) + self._held == self.total
 
     @property
     def available(self) -> int:
@@ -66,6 +72,7 @@ class BlockPool:
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._owners[block] = 1
+        self._held += count
         return blocks
 
     def retain(self, blocks: Iterable[int]) -> None:
@@ -93,6 +100,7 @@ class BlockPool:
         for block in reversed(given):
             self._owners[block] -= 1
             if not self._owners[block]:
+                self._held -= 1
                 if block in self._hash_of:
                     self._cached[block] = None
                 else:
@@ -120,6 +128,7 @@ class BlockPool:
                 break
             if not self._owners[block]:
                 del self._cached[block]
+                self._held += 1
             self._owners[block] += 1
             blocks.append(block)
         return blocks
@@ -147,7 +156,8 @@ class BlockPool:
         assert all(block in self._hash_of for block in self._cached), "a cached block without a name"
         assert not free & self._hash_of.keys(), "a free block with a name"
         assert {content: block for block, content in self._hash_of.items()} == self._block_of
-        assert self.free + self.cached + self.held == self.total
+        assert self.held == sum(owners > 0 for owners in self._owners)
+        assert self.balanced
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

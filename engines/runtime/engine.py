@@ -3,6 +3,7 @@
 Decoders take `submit` and `generate`; models without a KV cache take `infer`.
 """
 
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -10,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 from numpy.typing import NDArray
 
@@ -17,11 +19,17 @@ from engines.backends.base import DecoderBackend, InferBackend
 from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.bundle import EngineBundle, open_bundle
 from engines.manifest import Manifest, TensorRecord
+from engines.runtime.answer import Answer
 from engines.runtime.info import EngineInfo, TensorInfo
+from engines.runtime.kv_cache import KvCache
 from engines.runtime.metrics import EngineMetrics
+from engines.runtime.paged_kv import PagedKv
+from engines.runtime.prefix_cache import salt_of_tenant
 from engines.runtime.request import Completion, Request, SamplingParams
+from engines.runtime.ring_kv import RingKv, ring_blocks
+from engines.runtime.sampler import generator_from_seed
 from engines.runtime.scheduler import SchedulerConfig
-from engines.runtime.sequence import Lane, blocks_for
+from engines.runtime.sequence import Lane, Sequence, blocks_for
 from engines.runtime.stream import Stream
 from engines.runtime.tokenizer import Tokenizer
 from engines.runtime.worker import DecodeWorker
@@ -65,7 +73,10 @@ class Engine:
         path: str | Path,
         *,
         name: str | None = None,
+        kv: Literal["paged", "static"] = "paged",
         kv_blocks: int | None = None,
+        swap_blocks: int = 0,
+        window: int | None = None,
         config: SchedulerConfig | None = None,
         threads: int | None = None,
     ) -> "Engine":
@@ -73,8 +84,12 @@ class Engine:
 
         Args:
             name: what it calls itself, in metrics too; by default the bundle's model.
-            kv_blocks: blocks in the cache; by default what `config.max_running` full contexts need, at most a quarter
-                of the host's memory. Pages are committed only when they are first used.
+            kv: `paged` shares blocks between requests; `static` gives each of `config.max_running` places a ring of its
+                own, in which the oldest tokens are overwritten: a request attends to its last `window` tokens only.
+            kv_blocks: blocks in the paged cache; by default what `config.max_running` full contexts need, at most a
+                quarter of the host's memory. Pages are committed only when they are first used.
+            swap_blocks: blocks of host memory to which a request that gives way takes its content along.
+            window: tokens that the static cache keeps; by default the model's context.
             config: how requests share the engine: places, tokens a step, lanes, prefixes, queue; by default what
                 `kiln tune` wrote into the bundle, if it did.
             threads: threads of one step; None uses every CPU that this process may run on.
@@ -93,11 +108,29 @@ class Engine:
             config = default_config(manifest)
             if kv_blocks is None and manifest.serving is not None:
                 kv_blocks = manifest.serving.kv_blocks
-        blocks = default_kv_blocks(manifest.decoder, config.max_running) if kv_blocks is None else kv_blocks
+        decoder = manifest.decoder
+        if kv == "static":
+            if kv_blocks is not None or swap_blocks:
+                raise KilnError(
+                    "the static cache is max_running rings of window tokens; leave out kv_blocks and swap_blocks"
+                )
+            window = decoder.max_context if window is None else window
+            kv_blocks = config.max_running * ring_blocks(window, config.tokens_per_step, decoder.kv.block_size)
+        elif window is not None:
+            raise KilnError(f"window is {window}, which belongs to the static cache; open with kv='static'")
+        elif kv_blocks is None:
+            kv_blocks = default_kv_blocks(decoder, config.max_running)
         backend = OnnxRuntimeDecoder(
-            bundle.engine_path, manifest.decoder.kv, blocks, provider=provider, plugins=plugins, threads=threads
+            bundle.engine_path,
+            decoder.kv,
+            kv_blocks,
+            host_blocks=swap_blocks,
+            window=window,
+            provider=provider,
+            plugins=plugins,
+            threads=threads,
         )
-        return cls.from_decoder(backend, manifest.decoder, tokenizer, config, info=_info(bundle, name))
+        return cls.from_decoder(backend, decoder, tokenizer, config, window=window, info=_info(bundle, name))
 
     @classmethod
     def from_decoder(
@@ -106,18 +139,25 @@ class Engine:
         decoder: DecoderSpec,
         tokenizer: Tokenizer | None = None,
         config: SchedulerConfig | None = None,
+        *,
+        window: int | None = None,
         info: EngineInfo | None = None,
     ) -> "Engine":
-        """An engine over a decoder backend; without a tokenizer it takes and gives token ids only."""
+        """An engine over a decoder backend; without a tokenizer it takes and gives token ids only.
+
+        With `window`, which the backend must have been made with, the cache is static.
+        """
+        config = config or SchedulerConfig()
+        kv = _cache(backend, decoder, config, window)
         info = replace(
             info or EngineInfo("model", "decoder"),
-            max_length=min(decoder.max_context, backend.num_blocks * backend.kv.block_size),
+            max_length=kv.longest(decoder.max_context),
             vocab_size=decoder.vocab_size,
             block_size=backend.kv.block_size,
             num_blocks=backend.num_blocks,
         )
         metrics = EngineMetrics(info.name)
-        worker = DecodeWorker(backend, decoder.eos_token_ids, config or SchedulerConfig(), metrics)
+        worker = DecodeWorker(backend, kv, config, metrics)
         return cls(decoder=decoder, worker=worker, tokenizer=tokenizer, info=info, metrics=metrics)
 
     @classmethod
@@ -151,7 +191,8 @@ class Engine:
     @property
     def free_blocks(self) -> int:
         """Cache blocks that no request holds; all of them when nothing runs."""
-        return self._require_worker().pool.available
+        kv = self._require_worker().kv
+        return kv.free + kv.cached
 
     def submit(self, request: Request) -> Stream:
         """Queue a request for one answer and return at once.
@@ -224,10 +265,32 @@ class Engine:
         self.close()
 
     def _submit(self, request: Request, token_ids: list[int]) -> list[Stream]:
+        worker = self._require_worker()
+        first, *first.forks = (self._answer(worker, request, token_ids, choice) for choice in range(request.sampling.n))
+        worker.submit(first)
+        return [answer.stream for answer in (first, *first.forks)]
+
+    def _answer(self, worker: DecodeWorker, request: Request, token_ids: list[int], choice: int) -> Answer:
+        sampling, now = request.sampling, time.monotonic()
         room = self.max_length - len(token_ids)
-        wanted = request.sampling.max_tokens
-        max_tokens = room if wanted is None else min(room, wanted)
-        return self._require_worker().submit(token_ids, max_tokens, request, self._tokenizer)
+        sequence = Sequence(
+            worker.new_id(),
+            token_ids,
+            room if sampling.max_tokens is None else min(room, sampling.max_tokens),
+            lane=request.lane,
+            arrival=now,
+            deadline=None if request.timeout is None else now + request.timeout,
+            salt=salt_of_tenant(request.tenant),
+        )
+        assert self._decoder is not None
+        return Answer(
+            sequence,
+            sampling,
+            generator_from_seed(sampling.seed, choice),
+            Stream(len(token_ids), lambda: worker.cancel(sequence.id)),
+            eos=frozenset() if sampling.ignore_eos else frozenset(self._decoder.eos_token_ids),
+            text=None if self._tokenizer is None else self._tokenizer.text_stream(token_ids, sampling.stop),
+        )
 
     def _token_ids(self, request: Request) -> list[int]:
         """The request's prompt as checked token ids."""
@@ -270,6 +333,13 @@ def default_config(manifest: Manifest) -> SchedulerConfig:
     serving = manifest.serving
     tuned = {} if serving is None else {n: getattr(serving, n) for n in ("max_running", "tokens_per_step")}
     return SchedulerConfig(**{name: value for name, value in tuned.items() if value is not None})
+
+
+def _cache(backend: DecoderBackend, decoder: DecoderSpec, config: SchedulerConfig, window: int | None) -> KvCache:
+    size = backend.kv.block_size
+    if window is not None:
+        return RingKv(config.max_running, window, config.tokens_per_step, decoder.max_context, size)
+    return PagedKv(backend.num_blocks, size, host_blocks=backend.host_blocks, share_prefixes=config.share_prefixes)
 
 
 def default_kv_blocks(decoder: DecoderSpec, max_running: int) -> int:

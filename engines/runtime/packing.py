@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from engines.backends.base import StepInputs
+from engines.backends.base import Int32Array, StepInputs
 from engines.runtime.scheduler import Batch
 from engines.runtime.sequence import blocks_for
 
 
 def step_inputs_from_batch(batch: Batch, block_size: int) -> StepInputs:
-    """Packed int32 inputs of a non-empty batch: one block-table row per chunk, one logits row per sampling chunk.
+    """Packed int32 inputs of a non-empty batch: one block-table row per chunk, `chunk.rows` logits rows of its end.
 
     The block table is as wide as the longest context in the batch needs; unused entries are 0 and never read.
     """
@@ -32,15 +32,23 @@ def step_inputs_from_batch(batch: Batch, block_size: int) -> StepInputs:
             slots[first] = sequence.blocks[chunk.start // block_size] * block_size + chunk.start % block_size
         else:
             span = slice(first, first + chunk.length)
-            ids[span] = sequence.token_ids[chunk.start : chunk.end]
+            ids[span] = (*sequence.token_ids[chunk.start : chunk.known_end], *chunk.draft)
             positions[span] = where = np.arange(chunk.start, chunk.end, dtype=np.int32)
             slots[span] = table[row, where // block_size] * block_size + where % block_size
     return StepInputs(
         input_ids=ids,
         position_ids=positions,
-        logits_indices=cumulative[1:][[chunk.samples for chunk in batch]] - 1,
+        logits_indices=_last_rows(batch, cumulative),
         cumulative_sequence_length=cumulative,
         past_seqlens=past,
         block_table=table,
         slot_mapping=slots,
     )
+
+
+def _last_rows(batch: Batch, cumulative: Int32Array) -> Int32Array:
+    """Packed index of the last `chunk.rows` tokens of each chunk."""
+    rows = np.fromiter((chunk.rows for chunk in batch), np.int32, len(batch))
+    ends = np.repeat(cumulative[1:], rows)
+    within = np.arange(len(ends), dtype=np.int32) - np.repeat(np.cumsum(rows, dtype=np.int32), rows)
+    return ends + within

@@ -5,7 +5,6 @@ same tokens whatever else runs. One draw is used per sampled token, none by gree
 """
 
 from array import array
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,36 +26,40 @@ class NonFiniteLogitsError(ArithmeticError):
     """The model gave no usable logits: NaN, or no finite maximum."""
 
 
-def generator_from_seed(seed: int | None) -> np.random.Generator:
-    """A request's own generator; None seeds it from the operating system."""
-    return np.random.Generator(np.random.PCG64(seed))
+class Mask(Protocol):
+    """Says which tokens may come next (`engines.runtime.guidance`)."""
+
+    def mask(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A copy of `logits` [vocabulary] with -inf for those that may not."""
+        ...
 
 
-def sample_rows(
+def generator_from_seed(seed: int | None, choice: int = 0) -> np.random.Generator:
+    """An answer's own generator; without a seed it comes from the operating system. Choices of one request differ."""
+    if seed is None or not choice:
+        return np.random.Generator(np.random.PCG64(seed))
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(choice,))))
+
+
+def choose(
     logits: NDArray[np.float32],
-    params: Sequence[SamplingParams],
-    generators: Sequence[np.random.Generator],
-    histories: Sequence[History],
-) -> list[int | NonFiniteLogitsError]:
-    """One token id per row of `logits` [rows, vocabulary], or the reason why that row has none.
-
-    `histories` are the tokens before each row's. All greedy rows are found in one pass over the array.
-    """
-    best = np.argmax(logits, axis=-1) if len(logits) else np.empty(0, np.int64)
-    chosen: list[int | NonFiniteLogitsError] = []
-    for row, (token, param, generator, history) in enumerate(
-        zip(best.tolist(), params, generators, histories, strict=True)
-    ):
-        # argmax gives the first NaN where there is one, so this one look covers the row.
-        if not np.isfinite(logits[row, token]):
-            chosen.append(NonFiniteLogitsError(f"the highest logit is {logits[row, token]}; expected a finite number"))
-        elif param.adjusts_logits:
-            chosen.append(sample_row(adjusted(logits[row], param, history), param, generator))
-        elif param.temperature == 0:
-            chosen.append(token)
-        else:
-            chosen.append(sample_row(logits[row], param, generator))
-    return chosen
+    most_likely: int,
+    params: SamplingParams,
+    generator: np.random.Generator,
+    history: History,
+    guide: Mask | None = None,
+) -> int:
+    """A token id from `logits` [vocabulary], whose highest is at `most_likely`. Raises NonFiniteLogitsError."""
+    # argmax gives the first NaN where there is one, so this one look covers the row.
+    if not np.isfinite(logits[most_likely]):
+        raise NonFiniteLogitsError(f"the highest logit is {logits[most_likely]}; expected a finite number")
+    if params.temperature == 0 and not params.adjusts_logits and guide is None:
+        return most_likely
+    if params.adjusts_logits:
+        logits = adjusted(logits, params, history)
+    if guide is not None:
+        logits = guide.mask(logits)
+    return sample_row(logits, params, generator)
 
 
 def adjusted(logits: NDArray[np.float32], params: SamplingParams, history: History) -> NDArray[np.float32]:

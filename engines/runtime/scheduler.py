@@ -1,6 +1,6 @@
 """Which tokens the next step computes: continuous batching over two lanes, with preemption and shared prefixes.
 
-Pure Python over `Sequence`, `BlockPool` and `PrefixCache`; no tensors, no text, and no clock: `now` is passed in, in
+Pure Python over `Sequence` and `KvCache`; no tensors, no text, and no clock: `now` is passed in, in
 seconds of any monotonic clock. Rules:
 
 1. Lanes: `interactive` goes before `batch`; within a lane, first come first served, and one that was preempted before
@@ -16,19 +16,22 @@ seconds of any monotonic clock. Rules:
    other gets.
 4. A decoding sequence that needs a block when none is available takes it from the running sequence that is cheapest
    to repeat: in the lowest lane, with the fewest generated tokens, the latest to arrive. That one gives up all of its
-   blocks and waits; later it computes its known tokens again. No token is lost, and none is sampled twice.
+   blocks and waits; later it computes its known tokens again, or brings them back from host memory. No token is lost,
+   and none is sampled twice.
 5. While nothing runs and fewer than `max_running` wait, a first step may be put off by up to `batch_wait` seconds
    after the oldest arrival, so that requests that arrive together start together.
+6. Drafted tokens are computed along where a step has no prompts, within `tokens_per_step`, and where blocks are there
+   without preemption.
 """
 
-from array import array
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from engines.runtime.block_pool import BlockHash, BlockPool
-from engines.runtime.prefix_cache import PrefixCache
-from engines.runtime.sequence import LANES, Lane, Sequence, blocks_for
+from engines.runtime.block_pool import BlockHash
+from engines.runtime.kv_cache import KvCache
+from engines.runtime.sequence import LANES, Lane, Sequence
 from plugins.errors import KilnError
 
 
@@ -56,6 +59,10 @@ class SchedulerConfig:
     """Seconds that a first request may wait for company."""
     share_prefixes: bool = True
     """Whether requests of one tenant that begin alike share what is computed."""
+    speculate: int = 0
+    """Most tokens of an answer that a step tries ahead, found by looking up the last ones before; 0: off."""
+    overlap: bool = True
+    """Whether a step's text and readers are served while the next one computes."""
 
     def __post_init__(self) -> None:
         if self.max_running < 1:
@@ -71,26 +78,33 @@ class SchedulerConfig:
         for name in ("ageing", "batch_wait"):
             if not getattr(self, name) >= 0:
                 raise KilnError(f"{name} is {getattr(self, name)}; expected 0 or more seconds")
+        if self.speculate < 0:
+            raise KilnError(f"speculate is {self.speculate}; expected 0 (off) or a number of tokens")
         if self.max_waiting < 1:
             raise KilnError(f"max_waiting is {self.max_waiting}; expected at least 1")
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, start + length) of one sequence."""
+    """`length` tokens of one sequence from `start` on: known ones, then those of `draft`."""
 
     sequence: Sequence
     start: int
     length: int
+    draft: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
         return self.start + self.length
 
     @property
-    def samples(self) -> bool:
-        """Whether the chunk ends with the sequence's last known token, so that its logits choose the next one."""
-        return self.end == len(self.sequence.token_ids)
+    def known_end(self) -> int:
+        return self.end - len(self.draft)
+
+    @property
+    def rows(self) -> int:
+        """Logits that are wanted: none unless the chunk has the last known token, then one more than drafted tokens."""
+        return 1 + len(self.draft) if self.known_end == len(self.sequence.token_ids) else 0
 
 
 Batch = tuple[Chunk, ...]
@@ -98,13 +112,15 @@ Batch = tuple[Chunk, ...]
 
 
 class Scheduler:
-    """Queues and running set. The caller runs `schedule`, computes, calls `advance`, appends, and calls `finish`."""
+    """Queues and running set.
 
-    def __init__(self, pool: BlockPool, block_size: int, config: SchedulerConfig) -> None:
-        self.pool = pool
-        self.block_size = block_size
+    The caller runs `schedule`, moves what `kv.take_moves` says, computes, and calls `advance`; then for each sequence
+    with logits it appends tokens, calls `confirm` for those that were drafted, and `fork` and `finish` as it likes.
+    """
+
+    def __init__(self, kv: KvCache, config: SchedulerConfig) -> None:
+        self.kv = kv
         self.config = config
-        self.prefixes = PrefixCache(pool, block_size, config.share_prefixes)
         self.preemptions = 0
         self._waiting: dict[Lane, dict[int, Sequence]] = {lane: {} for lane in LANES}  # by id, in the order of turns
         self._running: dict[int, Sequence] = {}  # by id, in order of admission
@@ -128,18 +144,8 @@ class Scheduler:
         """
         if sequence.id in self._running or any(sequence.id in queue for queue in self._waiting.values()):
             raise ValueError(f"sequence {sequence.id} was submitted already")
-        self.require_possible(sequence)
+        self.kv.require_possible(sequence)
         self._waiting[sequence.lane][sequence.id] = sequence
-
-    def require_possible(self, sequence: Sequence) -> None:
-        """Raise KilnError when the whole pool could not hold a sequence. Reads constants only: any thread may call."""
-        needed = blocks_for(sequence.cached_length_limit, self.block_size)
-        if needed > self.pool.total:
-            raise KilnError(
-                f"a request of {sequence.prompt_length} prompt tokens and {sequence.max_tokens} to generate needs "
-                f"{needed} cache blocks of {self.block_size} tokens, the engine has {self.pool.total}; "
-                "lower max_tokens, shorten the prompt or open the engine with more kv_blocks"
-            )
 
     def require_room(self, arriving: int = 0) -> None:
         """Raise QueueFullError when, with `arriving` others, as many wait as may. Any thread may call."""
@@ -164,17 +170,41 @@ class Scheduler:
         """Admit what fits and return the next step; empty only when there is no work."""
         self._admit(now)
         decoding = self._decoding_with_blocks()
-        chunks = [Chunk(sequence, sequence.computed, 1) for sequence in decoding]
-        budget = self.config.tokens_per_step - len(chunks)
+        budget = self.config.tokens_per_step - len(decoding)
         prompts = [sequence for sequence in self._running.values() if not sequence.decoding]
+        if not prompts:
+            return tuple(self._decode_chunks(decoding, budget))
+        chunks = [Chunk(sequence, sequence.computed, 1) for sequence in decoding]
         return (*chunks, *self._prompt_chunks(prompts, budget))
 
     def advance(self, batch: Batch) -> None:
-        """Note that a step's keys and values are in the cache."""
+        """Note that the known tokens of a step are in the cache."""
         for chunk in batch:
             assert chunk.sequence.computed == chunk.start
-            chunk.sequence.computed = chunk.end
-            self.prefixes.publish(chunk.sequence, chunk.start)
+            chunk.sequence.computed = chunk.known_end
+            self.kv.advance(chunk.sequence, chunk.start)
+
+    def confirm(self, sequence: Sequence) -> None:
+        """Note that the token just appended is the drafted one, which the step has computed along."""
+        assert sequence.pending == 1
+        sequence.computed += 1
+        self.kv.advance(sequence, sequence.computed - 1)
+
+    def fork(self, parent: Sequence, child: Sequence, token: int) -> None:
+        """Start `child`, which has the parent's tokens, and then `token`, the first of its own.
+
+        It runs beside its parent, whose cache it shares, if there is a place; else it waits as one that was preempted.
+        Raises ValueError unless the parent runs and everything that it knows is computed.
+        """
+        if parent.id not in self._running or parent.pending:
+            raise ValueError(f"sequence {parent.id} cannot be forked: {parent.pending} tokens are pending")
+        assert child.token_ids == parent.token_ids
+        if len(self._running) < self.config.max_running and self.kv.fork(parent, child):
+            self._running[child.id] = child
+            child.append(token)
+        else:
+            child.token_ids.append(token)
+            self._requeue(child)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence, waiting or running, at any moment between steps; it owns no blocks afterwards.
@@ -183,38 +213,31 @@ class Scheduler:
         """
         if self._running.pop(sequence.id, None) is None and self._waiting[sequence.lane].pop(sequence.id, None) is None:
             raise ValueError(f"sequence {sequence.id} is neither waiting nor running")
-        self._give_up_blocks(sequence)
+        self.kv.give_up(sequence, resumes=False)
 
     def check(self) -> None:
-        """Verify that every held block is owned by running sequences. For tests."""
-        self.pool.check()
-        owners: dict[int, int] = {}
-        for sequence in self._running.values():
-            for block in sequence.blocks:
-                owners[block] = owners.get(block, 0) + 1
-        assert self.pool.held == len(owners)
-        assert all(self.pool.owners(block) == count for block, count in owners.items())
-        assert not any(len(sequence.blocks) for sequence in self.waiting)
+        """Verify the whole account of the cache. For tests."""
+        self.kv.check(self.running, self.waiting)
 
     def _admit(self, now: float) -> None:
         coming = {name for running in self._running.values() for name in self._coming(running)}
         deferred = 0
         for sequence in self._turns(now):
-            if self.prefixes.next_unknown(sequence) in coming:
+            if coming and self.kv.next_unknown(sequence) in coming:
                 deferred += 1
                 if deferred > self.config.max_running:
                     return  # enough to fill every place when that prefix is there
                 continue
             if len(self._running) >= self.config.max_running and not self._yield_place(sequence):
                 return
-            if not self._give_blocks(sequence):
+            if not self.kv.admit(sequence, self.config.headroom if self._running else 0.0):
                 return  # nobody overtakes the one that waits for blocks
             del self._waiting[sequence.lane][sequence.id]
             self._running[sequence.id] = sequence
             coming.update(self._coming(sequence))
 
-    def _coming(self, sequence: Sequence) -> list[BlockHash]:
-        return [] if sequence.decoding else self.prefixes.coming(sequence)
+    def _coming(self, sequence: Sequence) -> SequenceOf[BlockHash]:
+        return () if sequence.decoding else self.kv.coming(sequence)
 
     def _turns(self, now: float) -> Iterator[Sequence]:
         """Who waits, in the order of turns: interactive ones first, but after aged batch sequences that came before."""
@@ -237,18 +260,6 @@ class Scheduler:
         self._preempt(min(batch, key=_cost_to_repeat))
         return True
 
-    def _give_blocks(self, sequence: Sequence) -> bool:
-        """Blocks for all known tokens, those of a known prefix shared; False, and no change, if they are not there."""
-        wanted = blocks_for(len(sequence.token_ids), self.block_size)
-        spare = int(self.config.headroom * self.pool.total) if self._running else 0
-        if wanted - self.prefixes.known_blocks(sequence) + spare > self.pool.available:
-            return False
-        self.prefixes.attach(sequence)
-        blocks = self.pool.allocate(wanted - len(sequence.blocks))
-        assert blocks is not None, "taking cached blocks took more than counted"
-        sequence.blocks.extend(blocks)
-        return True
-
     def _decoding_with_blocks(self) -> list[Sequence]:
         """Running sequences that take one token, each with a block for it; some may be preempted for that."""
         kept: list[Sequence] = []
@@ -261,33 +272,37 @@ class Scheduler:
         return [sequence for sequence in kept if sequence.id in self._running]
 
     def _grow(self, sequence: Sequence) -> bool:
-        """A block for the next token; False if the sequence had to give up its own place for lack of one."""
-        if sequence.computed < len(sequence.blocks) * self.block_size:
-            return True
-        while (blocks := self.pool.allocate(1)) is None:
+        """Room for the next token; False if the sequence had to give up its own place for lack of it."""
+        while not self.kv.grow(sequence, 1):
             victim = min(self._running.values(), key=_cost_to_repeat)
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.blocks.extend(blocks)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the front of its lane, among others that were preempted by arrival."""
         del self._running[sequence.id]
-        self._give_up_blocks(sequence)
+        self.kv.give_up(sequence, resumes=True)
         sequence.preemptions += 1
         self.preemptions += 1
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """To the front of its lane, among others that were there before by arrival."""
         queue = self._waiting[sequence.lane]
         queue[sequence.id] = sequence
         self._waiting[sequence.lane] = dict(
-            sorted(queue.items(), key=lambda item: (item[1].preemptions == 0, item[1].arrival, item[0]))
+            sorted(queue.items(), key=lambda item: (not item[1].resumes, item[1].arrival, item[0]))
         )
 
-    def _give_up_blocks(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
-        sequence.blocks = array("i")
-        sequence.computed = 0
+    def _decode_chunks(self, decoding: list[Sequence], budget: int) -> Iterator[Chunk]:
+        """One token of each sequence, and what was drafted for it, in equal parts of the budget."""
+        for left, sequence in zip(range(len(decoding), 0, -1), decoding, strict=True):
+            draft = sequence.draft[: budget // left]
+            if draft and not self.kv.grow(sequence, 1 + len(draft)):
+                draft = ()
+            budget -= len(draft)
+            yield Chunk(sequence, sequence.computed, 1 + len(draft), draft)
 
     def _prompt_chunks(self, prompts: list[Sequence], budget: int) -> Iterator[Chunk]:
         """Pieces of prompts in order of admission, each lane within its share where both want more than there is."""

@@ -25,12 +25,15 @@ class Sequence:
         "blocks",
         "computed",
         "deadline",
+        "draft",
+        "host_blocks",
         "id",
         "lane",
         "max_tokens",
         "preemptions",
         "prompt_length",
         "salt",
+        "saved",
         "token_ids",
     )
 
@@ -59,6 +62,9 @@ class Sequence:
         self.blocks = array("i")  # blocks[p // block_size] holds position p; empty while waiting
         self.block_names: list[bytes] = []  # of the leading full blocks, as far as they were needed
         self.preemptions = 0
+        self.draft: tuple[int, ...] = ()  # tokens that may follow; the next step may compute them along
+        self.host_blocks = array("i")  # of its cache content, while it waits
+        self.saved = 0  # leading tokens whose keys and values are in host_blocks
 
     @property
     def generated(self) -> int:
@@ -73,6 +79,11 @@ class Sequence:
     def decoding(self) -> bool:
         """Something was generated, and the last token is the only one pending."""
         return self.pending == 1 and self.generated > 0
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it has run already, itself or as part of the sequence that it was forked from."""
+        return self.preemptions > 0 or self.generated > 0
 
     @property
     def used_up(self) -> bool:

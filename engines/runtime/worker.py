@@ -1,56 +1,53 @@
 """The thread that runs steps while there are requests.
 
-It alone touches scheduler, block pool and backend. Other threads leave arrivals and cancellations, which it
+It alone touches scheduler, cache account and backend. Other threads leave arrivals and cancellations, which it
 takes between steps. Whatever happens, every accepted request gets exactly one outcome, and the blocks of one
 that has its outcome are free while the engine is open.
+
+With `overlap`, a step runs on a thread of its own while this one hands out what the step before gave: text,
+log-probabilities, waking readers. What decides how to go on (the token, its end, a stop string) is never put off.
 """
 
 import threading
 import time
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.base import DecoderBackend
-from engines.runtime.block_pool import BlockPool
+from engines.backends.base import DecoderBackend, StepInputs
+from engines.runtime.answer import Answer, Outbox
+from engines.runtime.kv_cache import KvCache
 from engines.runtime.metrics import EngineMetrics
 from engines.runtime.packing import step_inputs_from_batch
-from engines.runtime.prefix_cache import salt_of_tenant
-from engines.runtime.request import FinishReason, Request, SamplingParams, TokenChunk, TokenLogprobs
-from engines.runtime.sampler import NonFiniteLogitsError, generator_from_seed, logprobs_of, sample_rows
-from engines.runtime.scheduler import Batch, Scheduler, SchedulerConfig
-from engines.runtime.sequence import Sequence
-from engines.runtime.stream import Stream
-from engines.runtime.tokenizer import TextStream, Tokenizer
+from engines.runtime.request import FinishReason
+from engines.runtime.sampler import choose
+from engines.runtime.scheduler import Batch, Chunk, Scheduler, SchedulerConfig
 from plugins.errors import KilnError
 
 
-@dataclass(frozen=True)
-class _Active:
-    """One accepted request: its place in the schedule and where its tokens go."""
-
-    sequence: Sequence
-    sampling: SamplingParams
-    generator: np.random.Generator
-    text: TextStream | None
-    stream: Stream
-
-
 class DecodeWorker:
-    """Runs requests on a decoder backend, which it owns from now on, until `close`."""
+    """Runs answers on a decoder backend, which it owns from now on, until `close`."""
 
     def __init__(
-        self, backend: DecoderBackend, eos_token_ids: tuple[int, ...], config: SchedulerConfig, metrics: EngineMetrics
+        self,
+        backend: DecoderBackend,
+        kv: KvCache,
+        config: SchedulerConfig,
+        metrics: EngineMetrics,
     ) -> None:
         self.backend = backend
+        self.kv = kv
+        self.scheduler = Scheduler(kv, config)
         self._metrics = metrics
-        self.pool = BlockPool(backend.num_blocks)
-        self._scheduler = Scheduler(self.pool, backend.kv.block_size, config)
-        self._eos = frozenset(eos_token_ids)
-        self._active: dict[int, _Active] = {}  # worker thread only
+        self._outbox = Outbox(metrics)
+        self._broken: list[tuple[Answer, BaseException]] = []  # whose text could not be made
+        self._active: dict[int, Answer] = {}  # worker thread only, like all above
+        self._parents: dict[int, Answer] = {}  # of answers that are still in the `forks` of another
+        self._steps = ThreadPoolExecutor(1, "kiln-step") if config.overlap else None
         self._changed = threading.Condition()  # guards what follows
-        self._arrivals: list[_Active] = []
+        self._arrivals: list[Answer] = []
         self._cancelled: list[int] = []
         self._next_id = 0
         self._closing = False
@@ -58,37 +55,32 @@ class DecodeWorker:
         self._thread = threading.Thread(target=self._run, name="kiln-decode", daemon=True)
         self._thread.start()
 
-    def submit(
-        self, prompt: list[int], max_tokens: int, request: Request, tokenizer: Tokenizer | None = None
-    ) -> list[Stream]:
-        """Queue a request.
+    def new_id(self) -> int:
+        """An id for a sequence."""
+        with self._changed:
+            self._next_id += 1
+            return self._next_id
+
+    def submit(self, answer: Answer) -> None:
+        """Queue an answer, with those in its `forks`.
 
         Raises KilnError when it can never fit, or the engine is closed or broken; QueueFullError when too many wait.
         """
-        now = time.monotonic()
         with self._changed:
             if self._failure is not None:
                 raise KilnError(f"the engine has stopped: {self._failure!r}; open it again") from self._failure
             if self._closing:
                 raise KilnError("the engine is closed; open it again")
-            sequence = Sequence(
-                self._next_id,
-                prompt,
-                max_tokens,
-                lane=request.lane,
-                arrival=now,
-                deadline=None if request.timeout is None else now + request.timeout,
-                salt=salt_of_tenant(request.tenant),
-            )
-            self._scheduler.require_possible(sequence)
-            self._scheduler.require_room(len(self._arrivals))
-            stream = Stream(len(prompt), lambda: self._cancel(sequence.id))
-            sampling = request.sampling
-            text = None if tokenizer is None else tokenizer.text_stream(prompt, sampling.stop)
-            self._arrivals.append(_Active(sequence, sampling, generator_from_seed(sampling.seed), text, stream))
-            self._next_id += 1
+            self.kv.require_possible(answer.sequence)
+            self.scheduler.require_room(sum(1 + len(one.forks) for one in self._arrivals) + len(answer.forks))
+            self._arrivals.append(answer)
             self._changed.notify()
-        return [stream]
+
+    def cancel(self, sequence_id: int) -> None:
+        """Ask that an answer be ended before the next step."""
+        with self._changed:
+            self._cancelled.append(sequence_id)
+            self._changed.notify()
 
     def close(self) -> None:
         """Cancel what is outstanding, end the thread and close the backend; returns when that is done."""
@@ -98,20 +90,16 @@ class DecodeWorker:
         if threading.current_thread() is not self._thread:  # a finalizer may run on the worker itself
             self._thread.join()
 
-    def _cancel(self, sequence_id: int) -> None:
-        with self._changed:
-            self._cancelled.append(sequence_id)
-            self._changed.notify()
-
     def _run(self) -> None:
         try:
             while self._take_commands():
                 now = time.monotonic()
-                for sequence in self._scheduler.expired(now):
-                    self._finish(self._active[sequence.id], (), "", "timeout")
-                if self._scheduler.wait(now) > 0:
+                for sequence in self.scheduler.expired(now):
+                    self._end_with_forks(self._active[sequence.id], reason="timeout")
+                if self.scheduler.wait(now) > 0:
                     continue
-                batch = self._scheduler.schedule(now)
+                self._draft()
+                batch = self.scheduler.schedule(now)
                 if batch:
                     self._step(batch)
         except BaseException as error:  # a bug of ours: nobody may wait for ever because of it
@@ -119,10 +107,16 @@ class DecodeWorker:
                 self._failure = error
         finally:
             self._end_all()
+            if self._steps is not None:
+                self._steps.shutdown()
             self.backend.close()
 
     def _take_commands(self) -> bool:
         """Wait until there is something to do, and take in what was left here; False when closing."""
+        if not self.scheduler.has_work:
+            self._deliver()  # no step comes that this could run beside
+            self._end_broken()
+            self._deliver()
         with self._changed:
             while not (self._closing or self._arrivals or self._cancelled):
                 pause = self._pause()
@@ -133,92 +127,202 @@ class DecodeWorker:
                 return False
             arrivals, self._arrivals = self._arrivals, []
             cancelled, self._cancelled = self._cancelled, []
-        self._active |= {active.sequence.id: active for active in arrivals}
-        for active in arrivals:
-            self._scheduler.submit(active.sequence)
+        for answer in arrivals:
+            self._start(answer)
         for sequence_id in cancelled:
-            if sequence_id in self._active:  # else it was done before the cancellation came
-                self._finish(self._active[sequence_id], (), "", "cancelled")
+            self._cancel(sequence_id)
         return True
+
+    def _start(self, answer: Answer) -> None:
+        self._active[answer.sequence.id] = answer
+        self._parents |= {fork.sequence.id: answer for fork in answer.forks}
+        self.scheduler.submit(answer.sequence)
+        self._metrics.prompt_tokens.inc(answer.sequence.prompt_length)
+
+    def _cancel(self, sequence_id: int) -> None:
+        """End one answer; those that were to begin with its next token begin by themselves."""
+        if sequence_id in self._parents:
+            parent = self._parents.pop(sequence_id)
+            (fork,) = (fork for fork in parent.forks if fork.sequence.id == sequence_id)
+            parent.forks.remove(fork)
+            self._outbox.put(fork, reason="cancelled")
+        elif sequence_id in self._active:  # else it was done before the cancellation came
+            answer = self._active[sequence_id]
+            heirs, answer.forks = answer.forks, []
+            self._finish(answer, "cancelled")
+            if heirs:
+                first, *first.forks = heirs
+                del self._parents[first.sequence.id]
+                self._start(first)
 
     def _pause(self) -> float | None:
         """Seconds until there is something to do without a new command; None: for ever."""
-        if not self._scheduler.has_work:
+        if not self.scheduler.has_work:
             return None
         now = time.monotonic()
-        due = [sequence.deadline - now for sequence in self._scheduler.waiting if sequence.deadline is not None]
-        return max(0.0, min([self._scheduler.wait(now), *due]))
+        due = [sequence.deadline - now for sequence in self.scheduler.waiting if sequence.deadline is not None]
+        return max(0.0, min([self.scheduler.wait(now), *due]))
+
+    def _draft(self) -> None:
+        """Let every answer that decodes propose tokens for the next step."""
+        if not self.scheduler.config.speculate:
+            return
+        for sequence in self.scheduler.running:
+            lookup = self._active[sequence.id].lookup
+            if lookup is not None and sequence.decoding:
+                left = sequence.max_tokens - sequence.generated - 1
+                sequence.draft = tuple(lookup.propose(sequence.token_ids, left)) if left else ()
 
     def _step(self, batch: Batch) -> None:
         """Compute one batch; an error fails the requests in it and nobody else."""
+        moves = self.kv.take_moves()
+        if moves:
+            self.backend.move_blocks(moves)  # an error here ends the engine: others than this batch's lose content
+        self._note_start(batch)
+        begun = time.monotonic()
         try:
-            logits = self.backend.step(step_inputs_from_batch(batch, self.backend.kv.block_size))
-            self._scheduler.advance(batch)
-            sampling = [self._active[chunk.sequence.id] for chunk in batch if chunk.samples]
-            tokens = sample_rows(
-                logits,
-                [a.sampling for a in sampling],
-                [a.generator for a in sampling],
-                [a.sequence for a in sampling],
-            )
+            logits = self._compute(step_inputs_from_batch(batch, self.kv.block_size))
+            best = np.argmax(logits, axis=-1) if len(logits) else np.empty(0, np.int64)
         except Exception as error:
             for chunk in batch:
-                self._fail(self._active[chunk.sequence.id], error)
+                self._end_with_forks(self._active[chunk.sequence.id], error=error)
             return
-        for active, token, row in zip(sampling, tokens, logits, strict=True):
-            try:
-                self._accept(active, token, row)
-            except Exception as error:
-                self._fail(active, error)
+        now = time.monotonic()
+        self._metrics.step_seconds.observe(now - begun)
+        self.scheduler.advance(batch)
+        row = 0
+        for chunk in batch:
+            if rows := chunk.rows:
+                answer = self._active[chunk.sequence.id]
+                try:
+                    self._take_tokens(answer, chunk, logits[row : row + rows], best[row : row + rows], now)
+                except Exception as error:
+                    self._end_with_forks(answer, error=error)
+                row += rows
+        self.kv.verify()
+        if self._steps is None:
+            self._deliver()
+        self._end_broken()
 
-    def _accept(self, active: _Active, token: int | NonFiniteLogitsError, logits: NDArray[np.float32]) -> None:
-        """Add a sampled token to a request, and end the request if it is the last."""
-        if isinstance(token, NonFiniteLogitsError):
-            raise token
-        wanted = active.sampling.logprobs
-        logprobs = () if wanted is None else (logprobs_of(logits, token, wanted),)
-        active.sequence.append(token)
-        ended = token in self._eos and not active.sampling.ignore_eos
-        text = "" if ended or active.text is None else active.text.push(token)
-        if ended or (active.text is not None and active.text.stopped):
-            self._finish(active, (token,), text, "stop", logprobs)
-        elif active.sequence.used_up:
-            self._finish(active, (token,), text, "length", logprobs)
-        else:
-            active.stream.push(TokenChunk((token,), text, None, logprobs))
+    def _compute(self, inputs: StepInputs) -> NDArray[np.float32]:
+        if self._steps is None:
+            return self.backend.step(inputs)
+        step = self._steps.submit(self.backend.step, inputs)
+        self._deliver()
+        return step.result()
 
-    def _finish(
-        self,
-        active: _Active,
-        tokens: tuple[int, ...],
-        text: str,
-        reason: FinishReason,
-        logprobs: tuple[TokenLogprobs, ...] = (),
+    def _take_tokens(
+        self, answer: Answer, chunk: Chunk, logits: NDArray[np.float32], best: NDArray[np.int64], now: float
     ) -> None:
-        """Free a request's blocks, then tell its reader: who sees the outcome sees the blocks free."""
-        self._forget(active)
-        if active.text is not None:
-            text += active.text.finish()
-        active.stream.push(TokenChunk(tokens, text, reason, logprobs))
+        """Choose from rows of logits until one disagrees with the draft, or the answer ends."""
+        sequence = answer.sequence
+        forks, answer.forks = answer.forks, []
+        for fork in forks:
+            self._fork(answer, fork, logits[0], int(best[0]), now)
+        tokens: list[int] = []
+        reason = None
+        for row, most_likely, drafted in zip_longest(logits, best.tolist(), chunk.draft):
+            token = choose(row, most_likely, answer.sampling, answer.generator, sequence, answer.guide)
+            sequence.append(token)
+            tokens.append(token)
+            reason = answer.accept(token)
+            if reason is not None or token != drafted:
+                break
+            self.scheduler.confirm(sequence)
+        if chunk.draft:
+            self._note_draft(answer, len(chunk.draft), len(tokens) - 1)
+        self._hand_out(answer, tuple(tokens), logits[: len(tokens)], reason, now)
 
-    def _fail(self, active: _Active, error: BaseException) -> None:
-        self._forget(active)
-        active.stream.fail(error)
+    def _fork(self, parent: Answer, fork: Answer, logits: NDArray[np.float32], most_likely: int, now: float) -> None:
+        """Begin an answer with a choice of its own from its parent's logits."""
+        del self._parents[fork.sequence.id]
+        try:
+            token = choose(logits, most_likely, fork.sampling, fork.generator, fork.sequence, fork.guide)
+        except Exception as error:
+            self._outbox.put(fork, error=error)
+            return
+        self._active[fork.sequence.id] = fork
+        fork.started = True
+        self.scheduler.fork(parent.sequence, fork.sequence, token)
+        self._hand_out(fork, (token,), logits[None], fork.accept(token), now)
 
-    def _forget(self, active: _Active) -> None:
-        del self._active[active.sequence.id]
-        self._scheduler.finish(active.sequence)
+    def _hand_out(
+        self,
+        answer: Answer,
+        tokens: tuple[int, ...],
+        logits: NDArray[np.float32],
+        reason: FinishReason | None,
+        now: float,
+    ) -> None:
+        if answer.last_token is None:
+            self._metrics.first_token_seconds.observe(now - answer.sequence.arrival)
+        else:
+            for _ in tokens:
+                self._metrics.inter_token_seconds.observe((now - answer.last_token) / len(tokens))
+        answer.last_token = now
+        self._metrics.generated_tokens.inc(len(tokens))
+        rows = () if answer.sampling.logprobs is None else tuple(logits)
+        if reason is not None:
+            self._forget(answer)  # who sees the outcome sees the blocks free
+        self._outbox.put(answer, tokens, text=answer.take_text(), rows=rows, reason=reason)
+
+    def _note_draft(self, answer: Answer, drafted: int, accepted: int) -> None:
+        assert answer.lookup is not None
+        answer.lookup.record(drafted, accepted)
+        self._metrics.drafted_tokens.inc(drafted)
+        self._metrics.accepted_tokens.inc(accepted)
+
+    def _note_start(self, batch: Batch) -> None:
+        now = time.monotonic()
+        for chunk in batch:
+            answer = self._active[chunk.sequence.id]
+            if not answer.started:
+                answer.started = True
+                self._metrics.queue_seconds.observe(now - answer.sequence.arrival)
+        self._metrics.batch_size.observe(len(batch))
+        self._metrics.step_tokens.observe(sum(chunk.length for chunk in batch))
+
+    def _finish(self, answer: Answer, reason: FinishReason) -> None:
+        self._forget(answer)
+        self._outbox.put(answer, reason=reason)
+
+    def _end_with_forks(
+        self, answer: Answer, *, reason: FinishReason | None = None, error: BaseException | None = None
+    ) -> None:
+        """End an answer, and those that were to begin with its next token."""
+        self._forget(answer)
+        for one in (answer, *answer.forks):
+            self._parents.pop(one.sequence.id, None)
+            self._outbox.put(one, reason=reason, error=error)
+
+    def _forget(self, answer: Answer) -> None:
+        del self._active[answer.sequence.id]
+        self.scheduler.finish(answer.sequence)
+
+    def _deliver(self) -> None:
+        self._broken += self._outbox.deliver()
+
+    def _end_broken(self) -> None:
+        """Fail the answers whose text could not be made."""
+        broken, self._broken = self._broken, []
+        for answer, error in broken:
+            if answer.sequence.id in self._active:
+                self._end_with_forks(answer, error=error)
+            elif not answer.stream.done:
+                self._outbox.put(answer, error=error)
 
     def _end_all(self) -> None:
-        """Give every request that is left its outcome; nothing is accepted any more."""
+        """Give every answer that is left its outcome; nothing is accepted any more."""
         with self._changed:
             self._closing = True
-            left = [*self._active.values(), *self._arrivals]
-            self._arrivals = []
-        for active in left:
-            if active.stream.done:
-                continue
-            if self._failure is not None:
-                active.stream.fail(self._failure)
-            else:
-                active.stream.push(TokenChunk((), active.text.finish() if active.text else "", "cancelled"))
+            arrivals, self._arrivals = self._arrivals, []
+        self._deliver()
+        self._broken.clear()
+        for answer in (*self._active.values(), *arrivals):
+            for one in (answer, *answer.forks):
+                if self._failure is not None:
+                    self._outbox.put(one, error=self._failure)
+                else:
+                    self._outbox.put(one, reason="cancelled")
+        for answer, error in self._outbox.deliver():
+            answer.stream.fail(error)

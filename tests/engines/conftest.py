@@ -36,11 +36,12 @@ class FakeBackend:
     So a wrong slot, block, position or length changes the tokens. `gate` holds steps back; `fail_steps` make them fail.
     """
 
-    def __init__(self, num_blocks: int = 64, block_size: int = 4, vocabulary: int = 97) -> None:
+    def __init__(self, num_blocks: int = 64, block_size: int = 4, vocabulary: int = 97, host_blocks: int = 0) -> None:
         self.kv = KvSpec((KvLayer(1, 1),), block_size, "float32")
         self.num_blocks = num_blocks
         self.vocabulary = vocabulary
-        self.cache = np.full(num_blocks * block_size, -1, np.int64)
+        self.host_blocks = host_blocks
+        self.cache = np.full((num_blocks + host_blocks) * block_size, -1, np.int64)
         self.steps: list[StepInputs] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -75,6 +76,11 @@ class FakeBackend:
             if self.nan_rows:
                 logits[row, 3] = np.nan
         return logits
+
+    def move_blocks(self, moves) -> None:
+        blocks = self.cache.reshape(-1, self.kv.block_size)
+        for source, target in moves:
+            blocks[target] = blocks[source]
 
     def close(self) -> None:
         self.closed = True

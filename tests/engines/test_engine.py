@@ -248,7 +248,7 @@ def test_logits_that_are_not_numbers_fail_the_request(fake_engine):
 
 def test_a_bug_in_the_worker_leaves_nobody_waiting(fake_engine, monkeypatch):
     engine = fake_engine()
-    monkeypatch.setattr(engine._worker._scheduler, "schedule", lambda now: 1 / 0)
+    monkeypatch.setattr(engine._worker.scheduler, "schedule", lambda now: 1 / 0)
     stream = engine.submit(request([3]))
     with pytest.raises(RequestError, match="division by zero"):
         stream.result(5)
@@ -373,7 +373,7 @@ def test_preempted_requests_give_the_same_tokens(fake_engine):
     expected = [c.token_ids for c in roomy.generate(prompts, sampling)]
     tight = fake_engine(num_blocks=14, max_running=5)
     assert [c.token_ids for c in tight.generate(prompts, sampling)] == expected
-    assert tight._worker._scheduler.preemptions > 0
+    assert tight._worker.scheduler.preemptions > 0
     assert tight.free_blocks == 14
 
 
@@ -403,4 +403,4 @@ def test_penalties_see_the_whole_history_also_after_preemption(fake_engine):
     expected = [c.token_ids for c in fake_engine(num_blocks=200, max_running=5).generate(prompts, sampling)]
     tight = fake_engine(num_blocks=14, max_running=5)
     assert [c.token_ids for c in tight.generate(prompts, sampling)] == expected
-    assert tight._worker._scheduler.preemptions > 0
+    assert tight._worker.scheduler.preemptions > 0

@@ -10,10 +10,10 @@ from engines.runtime.request import SamplingParams
 from engines.runtime.sampler import (
     NonFiniteLogitsError,
     adjusted,
+    choose,
     generator_from_seed,
     logprobs_of,
     sample_row,
-    sample_rows,
 )
 
 
@@ -24,6 +24,17 @@ class Past:
 
 
 NOTHING = Past(array("i", [0]), 1)
+
+
+def sample_rows(logits, params, generators, histories):
+    """One token, or the error instead of it, per row."""
+    rows = []
+    for row, param, generator, history in zip(logits, params, generators, histories, strict=True):
+        try:
+            rows.append(choose(row, int(np.argmax(row)), param, generator, history))
+        except NonFiniteLogitsError as error:
+            rows.append(error)
+    return rows
 
 
 def expected_distribution(logits: np.ndarray, params: SamplingParams) -> np.ndarray:

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engines.runtime.block_pool import BlockPool
 from engines.runtime.packing import step_inputs_from_batch
+from engines.runtime.paged_kv import PagedKv
 from engines.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
 from engines.runtime.sequence import Sequence
 from plugins.errors import KilnError
@@ -23,7 +23,7 @@ def next_token(sequence: Sequence) -> int:
 def run_step(scheduler: Scheduler, now: float = 0.0) -> list[Sequence]:
     """Compute one step; returns what finished."""
     batch = scheduler.schedule(now)
-    sampling = [chunk.sequence for chunk in batch if chunk.samples]
+    sampling = [chunk.sequence for chunk in batch if chunk.rows]
     scheduler.advance(batch)
     for sequence in sampling:
         sequence.append(next_token(sequence))
@@ -41,9 +41,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool = BlockPool(BLOCKS)
         config = SchedulerConfig(RUNNING, BUDGET, interactive_share=0.6, ageing=50.0, headroom=0.2, max_waiting=40)
-        self.scheduler = Scheduler(self.pool, SIZE, config)
+        self.kv = PagedKv(BLOCKS, SIZE)
+        self.scheduler = Scheduler(self.kv, config)
         self.live: dict[int, Sequence] = {}
         self.cache: dict[int, tuple[int, ...]] = {}
         self.next_id = 0
@@ -126,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for position in range(chunk.end):
                 slot = sequence.blocks[position // SIZE] * SIZE + position % SIZE
                 assert self.cache[slot] == tuple(sequence.token_ids[: position + 1])
-        sampling = [chunk.sequence for chunk in batch if chunk.samples]
+        sampling = [chunk.sequence for chunk in batch if chunk.rows]
         self.scheduler.advance(batch)
         for sequence in sampling:
             sequence.append(next_token(sequence))
@@ -137,7 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def conserved(self):
         self.scheduler.check()
-        assert self.pool.free + self.pool.cached + self.pool.held == BLOCKS
+        assert self.kv.free + self.kv.cached + self.kv.held == BLOCKS
         running, waiting = self.scheduler.running, self.scheduler.waiting
         assert len(running) <= RUNNING
         assert {s.id for s in running} | {s.id for s in waiting} == set(self.live)
@@ -155,7 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.conserved()
             steps += 1
             assert steps < 10_000, "somebody never comes to an end"
-        assert self.pool.held == 0
+        assert self.kv.held == 0
         assert not self.scheduler.has_work
         assert self.scheduler.schedule(self.now) == ()
 
@@ -165,7 +165,7 @@ TestScheduler.settings = settings(max_examples=200, stateful_step_count=50, dead
 
 
 def scheduler_of(blocks: int = 64, **options) -> Scheduler:
-    return Scheduler(BlockPool(blocks), SIZE, SchedulerConfig(**{"max_running": 4, "tokens_per_step": 64, **options}))
+    return Scheduler(PagedKv(blocks, SIZE), SchedulerConfig(**{"max_running": 4, "tokens_per_step": 64, **options}))
 
 
 def lengths(batch) -> list[tuple[int, int]]:
@@ -265,7 +265,7 @@ def test_a_known_prefix_is_not_computed_again_and_not_across_tenants():
         batch = scheduler.schedule(0.0)
         assert [(chunk.start, chunk.length) for chunk in batch] == [(8, 4) if number == 1 else (0, 12)]
         run_step(scheduler)
-    statistics = scheduler.prefixes.statistics
+    statistics = scheduler.kv.prefixes.statistics
     assert (statistics.lookups, statistics.hits, statistics.saved_tokens) == (3, 1, 8)
 
 
@@ -275,7 +275,7 @@ def test_of_a_prompt_that_is_known_as_a_whole_its_last_block_is_computed():
         scheduler.submit(Sequence(number, list(range(8)), 1))
         (chunk,) = scheduler.schedule(0.0)
         expected = 4 if number else 8
-        assert (chunk.start, chunk.length, chunk.samples) == (8 - expected, expected, True)
+        assert (chunk.start, chunk.length, bool(chunk.rows)) == (8 - expected, expected, True)
         run_step(scheduler)
 
 
