@@ -70,7 +70,7 @@ class Limiter:
         await self._idle.wait()
 
 
-@dataclass
+@dataclass(eq=False)
 class RequestRecord:
     """What the log line of one request says. Routes fill in what they learn; never a prompt or a key."""
 
@@ -82,6 +82,13 @@ class RequestRecord:
     generated_tokens: int = 0
     outcome: str = "-"
     """Finish reason or error code, where there is one."""
+    streams: list[TokenStream] = field(default_factory=list)
+    """Answers that the engine works on for it; whatever happens, they are cancelled when the request ends."""
+
+    def cancel(self) -> None:
+        """End its answers; those that are done already are not touched."""
+        for stream in self.streams:
+            stream.cancel()
 
 
 @dataclass
@@ -95,8 +102,8 @@ class ServerContext:
 
     def __post_init__(self) -> None:
         self.limiter = Limiter(self.config.max_concurrent)
-        self.streams: set[TokenStream] = set()
-        """Answers that are being generated, so that the server can end them."""
+        self.active: set[RequestRecord] = set()
+        """Requests in the works, so that the server can end them."""
         self.draining = False
         self._tokenizers: dict[str, Tokenizer] = {}
 

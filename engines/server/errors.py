@@ -22,6 +22,7 @@ from fastapi.responses import JSONResponse
 
 from engines.runtime.request import RequestError
 from engines.runtime.scheduler import QueueFullError
+from engines.server.served import EngineDiedError
 from plugins.errors import KilnError
 
 _TYPES = {
@@ -75,6 +76,8 @@ def api_error(error: Exception) -> ApiError | None:
         return error
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", headers=RETRY_SOON)
+    if isinstance(error, EngineDiedError):
+        return ApiError(503, str(error), code="engine_died", headers=RETRY_SOON)
     if isinstance(error, RequestError):
         return ApiError(500, str(error), code="request_failed")
     if isinstance(error, TimeoutError):
