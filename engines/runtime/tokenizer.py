@@ -67,11 +67,13 @@ class Tokenizer:
         """Text of token ids without special tokens."""
         return self._core.decode(list(token_ids), skip_special_tokens=True)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Token ids of a chat, up to where the assistant's answer begins.
 
-        `messages` are mappings with `role` and `content`. Raises KilnError without a chat template, or when the
-        template refuses the messages.
+        `messages` are mappings with `role` and `content`; `tools` are given to the template, which may not know them.
+        Raises KilnError without a chat template, or when the template refuses the messages.
         """
         if not self._loaded.chat_template:
             raise KilnError("the model has no chat template; give a plain prompt instead")
@@ -81,12 +83,14 @@ class Tokenizer:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise KilnError(f"message {number} is {message!r:.80}; expected a mapping with role (text) and content")
         try:
-            text = self._loaded.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._loaded.apply_chat_template(
+                list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # whatever the template's own code raises
             raise KilnError(
                 f"the chat template refused the messages: {first_line(error)}; change their roles, order or content"
             ) from error
-        return self._core.encode(text, add_special_tokens=False).ids
+        return self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids  # other threads run meanwhile
 
     def text_stream(self, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> "TextStream":
         """Decoder of what is generated after `prompt_ids`."""
