@@ -1,61 +1,16 @@
-"""A report's plots as inline SVG: no ids that clash on one page, colours that follow the page's theme.
+"""The plots of a comparison."""
 
-Drawn by matplotlib with placeholder colours, which become CSS variables; text stays text, so that it can
-be searched, read aloud and set in the page's own font.
-"""
-
-import io
 import math
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from html import escape
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pipeline.compare.report import ComparisonReport, Curves, number
+from pipeline.drawing import GRID, INK, LIMIT, MUTED, SIDE_A, SIDE_B, Plot, drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WIDTH, _HEIGHT = 4.6, 2.9  # inches at 72 points: near a phone's width, so that text stays legible there
-_ROW = 0.34
-_FONT = 10.5
-
-INK, MUTED, GRID, SIDE_A, SIDE_B, LIMIT = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05", "#0a0b06"
-_VARIABLES = {
-    INK: "--ink",
-    MUTED: "--muted",
-    GRID: "--grid",
-    SIDE_A: "--side-a",
-    SIDE_B: "--side-b",
-    LIMIT: "--limit",
-}
-_STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "kiln",
-    "font.size": _FONT,
-    "text.color": INK,
-    "axes.labelcolor": MUTED,
-    "axes.edgecolor": GRID,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "axes.unicode_minus": False,
-}
-
-
-@dataclass(frozen=True)
-class Plot:
-    """One drawing: a heading, what it shows in a sentence (also for screen readers), and `<svg>`."""
-
-    title: str
-    description: str
-    svg: str
+_ROW = 0.34  # inches, as all heights
 
 
 def plots_from_report(report: ComparisonReport) -> tuple[Plot, ...]:
@@ -99,14 +54,14 @@ def _text_plots(report: ComparisonReport, curves: Curves) -> list[Plot]:
     worst = max(curves.error_max, key=lambda value: math.inf if math.isnan(value) else value)
     a, b = report.figures["perplexity_a"], report.figures["perplexity_b"]
     return [
-        _plot("Logit error along the text", f"The largest is {number(worst)}; the dashed line is the limit.", error),
-        _plot(
+        drawn("Logit error along the text", f"The largest is {number(worst)}; the dashed line is the limit.", error),
+        drawn(
             "KL divergence along the text",
             f"Its mean is {number(report.figures['kl_mean'])} nats; the dashed line is the limit of the mean.",
             kl,
         ),
-        _plot("KL divergence, distribution", "How many tokens have which divergence.", histogram),
-        _plot("Perplexity by window", f"Over the whole text A has {a:.4f}, B {b:.4f}.", perplexity),
+        drawn("KL divergence, distribution", "How many tokens have which divergence.", histogram),
+        drawn("Perplexity by window", f"Over the whole text A has {a:.4f}, B {b:.4f}.", perplexity),
     ]
 
 
@@ -127,7 +82,7 @@ def _greedy_plot(report: ComparisonReport) -> Plot:
 
     whole = sum(row.agreed == row.tokens for row in rows)
     sentence = f"On {whole} of {len(rows)} prompts all {rows[0].tokens} tokens agree."
-    return _plot("Greedy agreement by prompt", sentence, draw, 1.1 + _ROW * len(rows))
+    return drawn("Greedy agreement by prompt", sentence, draw, 1.1 + _ROW * len(rows))
 
 
 def _output_plot(report: ComparisonReport) -> Plot:
@@ -159,7 +114,7 @@ def _output_plot(report: ComparisonReport) -> Plot:
         axes.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 0.98), labelcolor=INK)
 
     sentence = f"Over {sum(row.elements for row in rows):,} elements; the dashed line is the absolute limit."
-    return _plot("Error by output", sentence, draw, 1.3 + 2 * _ROW * len(rows))
+    return drawn("Error by output", sentence, draw, 1.3 + 2 * _ROW * len(rows))
 
 
 def _log_line(axes: "Axes", x: Sequence[int], values: Sequence[float], limit: float) -> None:
@@ -191,35 +146,3 @@ def _finite(values: Sequence[float]) -> list[float]:
 
 def _shortened(name: str) -> str:
     return name if len(name) <= 18 else f"{name[:8]}…{name[-9:]}"
-
-
-def _plot(title: str, description: str, draw: Callable[["Axes"], None], height: float = _HEIGHT) -> Plot:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    buffer = io.StringIO()
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        draw(figure.subplots())
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return Plot(title, description, _inline(buffer.getvalue(), title, description))
-
-
-def _inline(document: str, title: str, description: str) -> str:
-    """The `<svg>` element alone, sized by the page, labelled, with ids of its own and the theme's colours."""
-    svg = document[document.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    prefix = re.sub(r"\W+", "-", title.lower())
-    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
-    svg = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", svg)
-    for color, variable in _VARIABLES.items():
-        svg = svg.replace(color, f"var({variable})")
-    view_box = re.search(r'viewBox="[^"]*"', svg)
-    assert view_box is not None
-    head = (
-        f'<svg xmlns:xlink="http://www.w3.org/1999/xlink" {view_box[0]} role="img" '
-        f'aria-labelledby="{prefix}-title {prefix}-description">'
-        f'<title id="{prefix}-title">{escape(title)}</title>'
-        f'<desc id="{prefix}-description">{escape(description)}</desc>'
-    )
-    return re.sub(r"<svg[^>]*>", lambda _: head, svg, count=1)
