@@ -21,6 +21,7 @@ from engines.manifest import PassRecord
 from engines.sku import sku_table
 from pipeline.cli_bench import bench_command
 from pipeline.cli_compare import compare_command
+from pipeline.cli_load import load_command
 from pipeline.cli_optimize import optimize_command, pass_options, switches_from_options
 from pipeline.cli_run import run_bundle_command
 from pipeline.config import PRECISIONS, BuildConfig
@@ -156,6 +157,7 @@ kiln_group.add_command(run_bundle_command)
 kiln_group.add_command(optimize_command)
 kiln_group.add_command(compare_command)
 kiln_group.add_command(bench_command)
+kiln_group.add_command(load_command)
 
 
 def _bundle_record(bundle: EngineBundle) -> dict[str, Any]:

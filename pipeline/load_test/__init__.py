@@ -1,0 +1,1 @@
+"""Replays a load against a server or a bundle and measures what its users see (`kiln load`)."""
