@@ -30,6 +30,7 @@ from engines.server.auth import ANONYMOUS, Caller, KeyRing
 from engines.server.config import ServerConfig
 from engines.server.errors import RETRY_SOON, ApiError
 from engines.server.served import ServedEngine, TokenStream
+from engines.server.token_text import TokenText
 
 
 class Limiter:
@@ -106,6 +107,7 @@ class ServerContext:
         """Requests in the works, so that the server can end them."""
         self.draining = False
         self._tokenizers: dict[str, Tokenizer] = {}
+        self._token_texts: dict[str, TokenText] = {}
 
     @property
     def ready(self) -> bool:
@@ -146,6 +148,12 @@ class ServerContext:
         if name not in self._tokenizers:
             self._tokenizers[name] = Tokenizer(Path(folder))
         return self._tokenizers[name]
+
+    def token_text(self, name: str) -> TokenText:
+        """The spelling of a served model's tokens. Raises and is called as `tokenizer`."""
+        if name not in self._token_texts:
+            self._token_texts[name] = TokenText(self.tokenizer(name))
+        return self._token_texts[name]
 
     def lane(self, caller: Caller, wanted: Lane | None) -> Lane:
         """The lane of a request. Raises ApiError 403 for one that the caller may not use."""

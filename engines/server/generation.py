@@ -79,7 +79,7 @@ class Generation:
         request: Request,
     ) -> "Generation":
         """Queue everything. `request` says how, its prompt is not used. Raises ApiError and what `submit` raises."""
-        answers = []
+        answers: list[Answer] = []
         for prompt in prompts:
             _check_length(prompt, engine.info)
         for prompt in prompts:
@@ -117,6 +117,11 @@ class Generation:
 def usage(prompt: int, generated: int = 0) -> dict[str, int]:
     """Token counts; a prompt counts once however many answers it has."""
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI's API gives -9999 for what cannot happen."""
+    return max(float(logprob), -9999.0)
 
 
 def created_from_info(info: EngineInfo) -> int:
