@@ -13,20 +13,29 @@ from engines.server.chat import chat_router
 from engines.server.completions import completions_router
 from engines.server.config import ServerConfig
 from engines.server.context import ServerContext
+from engines.server.embeddings import embeddings_router
+from engines.server.encoder import EmbeddingConfig
 from engines.server.errors import ApiError, api_error
 from engines.server.gate import Gate
+from engines.server.kserve import kserve_router
+from engines.server.metrics_route import CountRequests, HttpMetrics, metrics_router
 from engines.server.models import health_router, models_router
 from engines.server.request_log import RequestLog
 from engines.server.served import ServedEngine
+from engines.server.status_page import status_router
 from plugins.errors import KilnError
 
 
 def create_app(
-    engines: Mapping[str, ServedEngine], config: ServerConfig | None = None, keys: KeyRing | None = None
+    engines: Mapping[str, ServedEngine],
+    config: ServerConfig | None = None,
+    keys: KeyRing | None = None,
+    embeddings: Mapping[str, EmbeddingConfig] | None = None,
 ) -> FastAPI:
     """An application over engines, by the names under which they are served; it does not own them.
 
-    Its `state.context` is the ServerContext. Without `keys` everybody who reaches it may use it.
+    Its `state.context` is the ServerContext. Without `keys` everybody who reaches it may use it. `embeddings` says, by
+    name, how encoders pool where their graphs do not tell.
     """
     context = ServerContext(engines, config or ServerConfig(), keys)
     app = FastAPI(
@@ -37,10 +46,21 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.context = context
-    for router in (completions_router(), chat_router(), models_router(), health_router()):
+    http = HttpMetrics()
+    for router in (
+        completions_router(),
+        chat_router(),
+        embeddings_router(embeddings),
+        models_router(),
+        kserve_router(),
+        health_router(),
+        metrics_router(http),
+        status_router(http),
+    ):
         app.include_router(router)
     app.add_middleware(Gate, context=context)
-    app.add_middleware(RequestLog, context=context)  # the last one added is the outermost
+    app.add_middleware(RequestLog, context=context)
+    app.add_middleware(CountRequests, http=http)  # the last one added is the outermost
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     for known in (KilnError, QueueFullError, TimeoutError):
