@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from engines.backends.base import DecoderBackend, InferBackend
 from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.bundle import EngineBundle, open_bundle
-from engines.manifest import Manifest, TensorRecord
+from engines.manifest import Manifest
 from engines.runtime.answer import Answer
-from engines.runtime.info import EngineInfo, TensorInfo
+from engines.runtime.batch_queue import BatchingConfig
+from engines.runtime.batcher import BatchWorker
+from engines.runtime.info import EngineInfo
 from engines.runtime.kv_cache import KvCache
 from engines.runtime.metrics import EngineMetrics
 from engines.runtime.paged_kv import PagedKv
@@ -53,19 +55,19 @@ class Engine:
         *,
         decoder: DecoderSpec | None = None,
         worker: DecodeWorker | None = None,
-        model: InferBackend | None = None,
+        batcher: BatchWorker | None = None,
         tokenizer: Tokenizer | None = None,
         info: EngineInfo,
         metrics: EngineMetrics,
     ) -> None:
         self._decoder = decoder
         self._worker = worker
-        self._model = model
+        self._batcher = batcher
         self._tokenizer = tokenizer
         self.info = info
         self.metrics = metrics
         # Also runs when the engine is forgotten or the interpreter exits, so that no step outlives its session.
-        self._finalizer = weakref.finalize(self, _close, worker, model)
+        self._finalizer = weakref.finalize(self, _close, worker, batcher)
 
     @classmethod
     def open(
@@ -78,6 +80,7 @@ class Engine:
         swap_blocks: int = 0,
         window: int | None = None,
         config: SchedulerConfig | None = None,
+        batching: BatchingConfig | None = None,
         threads: int | None = None,
     ) -> "Engine":
         """Verify a bundle and open it.
@@ -92,6 +95,7 @@ class Engine:
             window: tokens that the static cache keeps; by default the model's context.
             config: how requests share the engine: places, tokens a step, lanes, prefixes, queue; by default what
                 `kiln tune` wrote into the bundle, if it did.
+            batching: the same for a model without a KV cache: rows of a batch, waiting, buckets, lanes, queue.
             threads: threads of one step; None uses every CPU that this process may run on.
 
         Raises KilnError (BundleError) when the bundle does not verify or cannot run here.
@@ -103,7 +107,7 @@ class Engine:
         provider, plugins = manifest.backend.provider, bundle.plugin_paths
         if manifest.decoder is None:
             model = OnnxRuntimeModel(bundle.engine_path, provider=provider, plugins=plugins, threads=threads)
-            return cls.from_model(model, info=_info(bundle, name))
+            return cls.from_model(model, _info(bundle, name), batching or default_batching(manifest))
         if config is None:
             config = default_config(manifest)
             if kv_blocks is None and manifest.serving is not None:
@@ -161,10 +165,15 @@ class Engine:
         return cls(decoder=decoder, worker=worker, tokenizer=tokenizer, info=info, metrics=metrics)
 
     @classmethod
-    def from_model(cls, model: InferBackend, info: EngineInfo | None = None) -> "Engine":
+    def from_model(
+        cls, model: InferBackend, info: EngineInfo | None = None, batching: BatchingConfig | None = None
+    ) -> "Engine":
         """An engine over a backend for models without a KV cache."""
-        info = info or EngineInfo("model", "model")
-        return cls(model=model, info=info, metrics=EngineMetrics(info.name))
+        info = replace(info or EngineInfo("model", "model"), inputs=model.inputs, outputs=model.outputs)
+        metrics = EngineMetrics(info.name)
+        return cls(
+            batcher=BatchWorker(model, batching or BatchingConfig(), metrics, info.name), info=info, metrics=metrics
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -235,8 +244,9 @@ class Engine:
     def infer(
         self, inputs: Mapping[str, NDArray], *, lane: Lane = "interactive", timeout: float | None = None
     ) -> dict[str, NDArray]:
-        """Run a model without a KV cache once; outputs by the graph's names.
+        """Run a model without a KV cache; outputs by the graph's names, for the rows of these inputs.
 
+        Requests of other threads may run in the same batch; results depend on them by rounding only.
         Raises KilnError on wrong inputs, QueueFullError when too many wait, TimeoutError after `timeout` seconds.
         """
         return self.submit_infer(inputs, lane=lane, timeout=timeout).result()
@@ -244,13 +254,15 @@ class Engine:
     def submit_infer(
         self, inputs: Mapping[str, NDArray], *, lane: Lane = "interactive", timeout: float | None = None
     ) -> "Future[dict[str, NDArray]]":
-        """Like `infer`, but returns at once; cancelling the future takes the request out of the queue."""
-        if self._model is None:
+        """Like `infer`, but returns at once; cancelling the future takes the request out of the queue.
+
+        The arrays must stay as they are until the future is done. Wrong inputs and a full queue raise here, the rest is
+        raised by the future.
+        """
+        if self._batcher is None:
             raise KilnError(f"{self.info.name} is a language model with a KV cache; use submit or generate, not infer")
         self._require_open()
-        future: Future[dict[str, NDArray]] = Future()
-        future.set_result(self._model.infer(inputs))
-        return future
+        return self._batcher.submit(inputs, lane, timeout)
 
     def close(self) -> None:
         """Cancel outstanding requests, each of which gets its outcome, and free everything; may be called again."""
@@ -342,6 +354,12 @@ def _cache(backend: DecoderBackend, decoder: DecoderSpec, config: SchedulerConfi
     return PagedKv(backend.num_blocks, size, host_blocks=backend.host_blocks, share_prefixes=config.share_prefixes)
 
 
+def default_batching(manifest: Manifest) -> BatchingConfig:
+    """What `kiln tune` wrote into the bundle; BatchingConfig's own defaults for the rest."""
+    tuned = None if manifest.serving is None else manifest.serving.max_batch
+    return BatchingConfig() if tuned is None else BatchingConfig(max_batch=tuned)
+
+
 def default_kv_blocks(decoder: DecoderSpec, max_running: int) -> int:
     """Blocks for `max_running` full contexts, but no more than a quarter of the host's memory holds."""
     fitting = host_memory() // _CACHE_SHARE // decoder.kv.bytes_per_block
@@ -355,22 +373,15 @@ def default_kv_blocks(decoder: DecoderSpec, max_running: int) -> int:
 
 def _info(bundle: EngineBundle, name: str | None) -> EngineInfo:
     manifest = bundle.manifest
-    plain = manifest.decoder is None
     return EngineInfo(
         name or manifest.name,
-        "model" if plain else "decoder",
+        "model" if manifest.decoder is None else "decoder",
         source=manifest.model.source,
         sha256=bundle.sha256,
         sku=manifest.sku.name,
         created=manifest.created,
         tokenizer=str(bundle.tokenizer_path) if bundle.tokenizer_path else None,
-        inputs=_tensors(manifest.inputs) if plain else (),
-        outputs=_tensors(manifest.outputs) if plain else (),
     )
-
-
-def _tensors(records: Iterable[TensorRecord]) -> tuple[TensorInfo, ...]:
-    return tuple(TensorInfo(record.name, record.dtype, record.shape) for record in records)
 
 
 def _prompt(prompt: str | SequenceOf[int]) -> str | tuple[int, ...]:
@@ -386,8 +397,8 @@ def _check_plugins(bundle: EngineBundle) -> None:
             )
 
 
-def _close(worker: DecodeWorker | None, model: InferBackend | None) -> None:
+def _close(worker: DecodeWorker | None, batcher: BatchWorker | None) -> None:
     if worker is not None:
         worker.close()
-    if model is not None:
-        model.close()
+    if batcher is not None:
+        batcher.close()

@@ -1,0 +1,171 @@
+"""Which waiting requests of a model without a KV cache run next, and when: dynamic batching over two lanes.
+
+Pure Python: no tensors, no threads, and no clock; `now` is passed in, in seconds of any monotonic clock. What makes two
+requests alike enough to share a batch is `engines.runtime.shape_buckets`' business. Rules:
+
+1. Lanes: `interactive` goes before `batch`; within a lane, first come first served. A batch request that has waited
+   longer than `ageing` goes with the interactive ones, by arrival, so that nothing starves.
+2. A batch is the request whose turn it is and, in turns, those like it that fit into its limit of rows. Where both
+   lanes want more rows than that, the interactive lane gets its share; what one lane does not need, the other gets.
+3. It starts as soon as the engine is free, with one exception: while fewer wait than were here when the last batch
+   ended (those who were served then are likely to come back), and less than `max_batch` rows wait, it is put off by up
+   to `max_wait` from the moment the first request found the engine free. So a caller who is alone never waits for
+   company, callers who come back together run together, and a backlog runs at once.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from heapq import merge
+from itertools import takewhile
+
+from engines.runtime.scheduler import QueueFullError
+from engines.runtime.sequence import LANES, Lane
+from plugins.errors import KilnError
+
+
+@dataclass(frozen=True)
+class BatchingConfig:
+    """How requests to a model without a KV cache share it. Raises KilnError for values without a meaning."""
+
+    max_batch: int = 32
+    """Rows of one batch, which an interactive request may have to wait for; 1: no batching."""
+    max_wait: float = 0.002
+    """Seconds that a request may wait for company while the engine is free."""
+    buckets: tuple[int, ...] = tuple(2**power for power in range(4, 16))
+    """Lengths of token sequences: those between the same two share a batch, padded to the longest of them."""
+    tokens_per_batch: int = 4096
+    """Rows times the upper end of the bucket, at most, for a batch of token sequences; one row always runs."""
+    interactive_share: float = 0.8
+    """Of a batch's rows, where both lanes want them."""
+    ageing: float = 30.0
+    """Seconds of waiting after which a batch request goes with the interactive ones."""
+    max_waiting: int = 4096
+    """Requests that may wait."""
+    tolerance: float = 1e-3
+    """How far a request's results may be from those it has alone, relative to their largest value, for a model to be
+    run in batches: rounding is far below, an operator that mixes rows or counts padding far above."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "tokens_per_batch", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise KilnError(f"{name} is {getattr(self, name)}; expected at least 1")
+        for name in ("max_wait", "ageing", "tolerance"):
+            if not getattr(self, name) >= 0:
+                raise KilnError(f"{name} is {getattr(self, name)}; expected 0 or more")
+        if not 0 <= self.interactive_share <= 1:
+            raise KilnError(f"interactive_share is {self.interactive_share}; expected 0 to 1")
+        if any(length < 1 for length in self.buckets) or list(self.buckets) != sorted(set(self.buckets)):
+            raise KilnError(
+                f"buckets are {self.buckets}; expected ascending lengths of at least 1, such as (16, 32, 64)"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """One request in the queue."""
+
+    number: int
+    key: Hashable | None
+    """Requests with the same key may share a batch; None shares with nobody."""
+    rows: int
+    limit: int
+    """Rows of a batch with this key; a request with more runs alone."""
+    lane: Lane
+    arrival: float
+    deadline: float | None = None
+
+
+class BatchQueue:
+    """The caller adds requests in order of arrival, runs what `select` gives after `take`, and then calls `ended`."""
+
+    def __init__(self, config: BatchingConfig) -> None:
+        self.config = config
+        self._waiting: dict[Lane, dict[int, Waiting]] = {lane: {} for lane in LANES}  # by number, by arrival
+        self._rows = 0  # of all that wait
+        self._running = 0  # requests in the batch that was taken
+        self._expected = 0  # requests that were here when the last batch ended
+        self._free_since = float("-inf")
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def __contains__(self, number: int) -> bool:
+        return any(number in queue for queue in self._waiting.values())
+
+    @property
+    def rows(self) -> int:
+        return self._rows
+
+    def require_room(self) -> None:
+        """Raise QueueFullError when as many wait as may."""
+        if len(self) >= self.config.max_waiting:
+            raise QueueFullError(
+                f"{self.config.max_waiting} requests wait already, which is the limit (max_waiting); try again later"
+            )
+
+    def add(self, request: Waiting) -> None:
+        """Queue a request. Raises ValueError for a number already here."""
+        if request.number in self:
+            raise ValueError(f"request {request.number} waits already")
+        self._waiting[request.lane][request.number] = request
+        self._rows += request.rows
+
+    def remove(self, request: Waiting) -> None:
+        """Take out a request that waits. Raises KeyError for one that does not."""
+        del self._waiting[request.lane][request.number]
+        self._rows -= request.rows
+
+    def due(self, now: float) -> float | None:
+        """When the next batch should start if nobody else comes and the engine is free; None when nobody waits."""
+        urgent, patient = self._split(now)
+        if not urgent and not patient:
+            return None
+        first = (urgent or patient)[0]
+        oldest = min(group[0].arrival for group in (urgent, patient) if group)
+        settled = first.key is None or first.rows >= first.limit
+        if settled or self._rows >= self.config.max_batch or len(self) >= self._expected:
+            return oldest
+        return max(oldest, self._free_since) + self.config.max_wait
+
+    def select(self, now: float) -> tuple[Waiting, ...]:
+        """The next batch, in turns; empty only when nobody waits. Changes nothing."""
+        urgent, patient = self._split(now)
+        if not urgent and not patient:
+            return ()
+        first = (urgent or patient)[0]
+        if first.key is None or first.rows >= first.limit:
+            return (first,)
+        urgent, patient = ([other for other in group if other.key == first.key] for group in (urgent, patient))
+        wanted, others = (sum(request.rows for request in group) for group in (urgent, patient))
+        share = max(int(first.limit * self.config.interactive_share), first.rows)
+        room = min(wanted, max(share, first.limit - others))
+        return (*_fitting(urgent, room), *_fitting(patient, first.limit - room))
+
+    def take(self, batch: tuple[Waiting, ...]) -> None:
+        """A batch starts: its requests wait no longer."""
+        for request in batch:
+            self.remove(request)
+        self._running = len(batch)
+
+    def ended(self, now: float) -> None:
+        """The batch that was taken has ended; the engine is free."""
+        self._expected = self._running + len(self)
+        self._running = 0
+        self._free_since = now
+
+    def _split(self, now: float) -> tuple[list[Waiting], list[Waiting]]:
+        """Who waits, in turns: those that go first (interactive or aged), and the rest."""
+        interactive, batch = (list(self._waiting[lane].values()) for lane in LANES)
+        aged = list(takewhile(lambda request: now - request.arrival >= self.config.ageing, batch))
+        return list(merge(interactive, aged, key=lambda request: request.arrival)), batch[len(aged) :]
+
+
+def _fitting(requests: list[Waiting], room: int) -> list[Waiting]:
+    """As many as fit, none of them past one that does not."""
+    taken: list[Waiting] = []
+    for request in requests:
+        room -= request.rows
+        if room < 0:
+            break
+        taken.append(request)
+    return taken
