@@ -55,7 +55,7 @@ def create_app(
         kserve_router(),
         health_router(),
         metrics_router(http),
-        status_router(http),
+        status_router(),
     ):
         app.include_router(router)
     app.add_middleware(Gate, context=context)

@@ -20,7 +20,7 @@ from fastapi.responses import HTMLResponse
 
 from engines.server.context import Context, ServerContext
 from engines.server.load_figures import LoadHistory
-from engines.server.metrics_route import HttpMetrics, snapshots_of
+from engines.server.metrics_route import snapshots_of
 from engines.server.served import ServedEngine
 
 _INTERVAL = 1.0
@@ -30,8 +30,7 @@ _INTERVAL = 1.0
 class LoadMonitor:
     """Takes a snapshot of every engine once a second while the server runs, so that a page shows a minute at once."""
 
-    def __init__(self, http: HttpMetrics) -> None:
-        self._http = http
+    def __init__(self) -> None:
         self._histories: defaultdict[str, LoadHistory] = defaultdict(LoadHistory)
         self._started = time.monotonic()
         self._taken: float | None = None
@@ -52,7 +51,7 @@ class LoadMonitor:
             self._figures = {
                 "uptime_seconds": time.monotonic() - self._started,
                 "draining": context.draining,
-                "http_in_flight": self._http.in_flight,
+                "requests_running": context.limiter.running,
                 "models": [self._model(name, engine) for name, engine in context.engines.items()],
             }
         return self._figures
@@ -77,9 +76,9 @@ class LoadMonitor:
         }
 
 
-def status_router(http: HttpMetrics) -> APIRouter:
+def status_router() -> APIRouter:
     """Both routes, and the task that takes snapshots while the app runs."""
-    monitor = LoadMonitor(http)
+    monitor = LoadMonitor()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

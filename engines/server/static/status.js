@@ -234,7 +234,7 @@ function drawCache(root, model, say) {
 
 function show(status) {
   byId("uptime").textContent = duration(status.uptime_seconds);
-  byId("in-flight").textContent = number(status.http_in_flight);
+  byId("running").textContent = number(status.requests_running);
   const names = new Set(status.models.map((model) => model.name));
   for (const [name, card] of cards) if (!names.has(name)) { card.root.remove(); cards.delete(name); }
   for (const model of status.models) {
