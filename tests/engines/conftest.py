@@ -1,9 +1,14 @@
 """Fixtures shared by the engine tests: a deterministic backend without a model, and a real tiny serving graph."""
 
+import asyncio
 import hashlib
+import logging
+import queue
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +18,10 @@ from engines.backends.base import StepInputs
 from engines.bundle import EngineBundle, file_records, write_bundle
 from engines.manifest import BackendRecord, Manifest, ModelRecord, PluginRecord, SkuRecord
 from engines.runtime.engine import Engine
+from engines.runtime.request import Request
 from engines.runtime.scheduler import SchedulerConfig
+from engines.runtime.stream import Stream
+from engines.server.served import LocalEngine
 from passes.onnx_model import DecoderSpec
 from plugins.abi import abi_hash
 from plugins.paged_attention.schema import (
@@ -287,3 +295,83 @@ def twice_bundle(make_bundle, tmp_path_factory: pytest.TempPathFactory) -> Engin
     path = tmp_path_factory.mktemp("twice") / "twice.onnx"
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10), path)
     return make_bundle(path)
+
+
+class RecordedEngine(LocalEngine):
+    """Notes what the server asks for, and the streams that it gets for it."""
+
+    def __init__(self, engine: Engine, tokenizer: Path | None = None) -> None:
+        super().__init__(engine)
+        if tokenizer is not None:
+            self.info = replace(self.info, tokenizer=str(tokenizer))
+        self.engine = engine
+        self.submitted: queue.Queue[tuple[Request, list[Stream]]] = queue.Queue()
+
+    async def submit(self, request: Request) -> list[Stream]:
+        streams = self.engine.submit_choices(request)
+        self.submitted.put((request, streams))
+        return streams
+
+
+@pytest.fixture(scope="session")
+def recorded_engine() -> type[RecordedEngine]:
+    return RecordedEngine
+
+
+class Served:
+    """A server on a thread: its `url`, its `server` and `context`, and its log `lines` as they come."""
+
+    def __init__(self, engines, config=None, keys=None) -> None:
+        from engines.server.config import ServerConfig
+        from engines.server.serve import bind, server_for, url_of
+
+        self.lines: queue.Queue[str] = queue.Queue()
+        self._handler = logging.Handler()
+        self._handler.emit = lambda record: self.lines.put(record.getMessage())
+        self._log = logging.getLogger("kiln.server")
+        self._log.addHandler(self._handler)
+        self._log.setLevel(logging.INFO)
+        ready = threading.Event()
+        listener = bind("127.0.0.1", 0)
+        self.url, self.port = url_of(listener), listener.getsockname()[1]
+        self.server = server_for(engines, config or ServerConfig(), keys, ready.set)
+        self.context = self.server.context
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([listener])))
+        self.thread.start()
+        assert ready.wait(20)
+
+    def end(self) -> None:
+        """What a signal does."""
+        self.server.handle_exit(15, None)
+
+    def close(self) -> None:
+        self.thread.join(20)
+        self._log.removeHandler(self._handler)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Callable[..., Served]]:
+    """Serves engines over HTTP until the module's tests are done: `served({name: engine}, config, keys)`."""
+    running = []
+
+    def make(engines, config=None, keys=None) -> Served:
+        running.append(Served(engines, config, keys))
+        return running[-1]
+
+    yield make
+    for server in (*running, *running):  # the second time, it does not wait for requests
+        with suppress(RuntimeError):  # its loop has ended
+            server.end()
+    for server in running:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def capi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The C API as `kiln capi build` makes it: a folder with include and lib."""
+    from engines.capi.build import build
+
+    out = tmp_path_factory.mktemp("capi")
+    build(out)
+    return out
