@@ -115,6 +115,7 @@ class ServingMeasurement(Record):
     concurrency: int
     tokens_per_step: int | None = None
     block_size: int | None = None
+    repetitions: int
     requests_per_second: float
     latency: float
     noise: float

@@ -71,6 +71,24 @@ def check_against_unoptimised(
     return _verdict("outputs against the unoptimised graph", error, changed=changed)
 
 
+def check_against_parent(
+    parent: Path, parent_decoder: DecoderSpec, engine: Path, decoder: DecoderSpec, plugins: list[Path]
+) -> CheckRecord:
+    """Compare an engine that stores its cache in other blocks with the one it was made from. Raises KilnError."""
+    generator = np.random.default_rng(1)
+    steps = [[70, 1, 12], [1, 33, 1], [9, 2, 70]]
+    lengths: list[int] = np.sum(steps, axis=0).tolist()
+    texts = [generator.integers(0, decoder.vocab_size, min(length, decoder.max_context)) for length in lengths]
+    with _engine_runs():
+        expected = packed_logits(parent, parent_decoder, plugins, texts, steps)
+        found = packed_logits(engine, decoder, plugins, texts, steps)
+    error = 0.0
+    for rows, known in zip(found, expected, strict=True):
+        error = _worse(error, _relative_error(rows, known))
+    blocks = f"blocks of {decoder.kv.block_size} against {parent_decoder.kv.block_size}"
+    return _verdict(f"logits with {blocks}", error, decoder.kv.dtype)
+
+
 def _error_against_graph(source: Path, decoder: DecoderSpec, engine: Path, plugins: list[Path]) -> float:
     """A prompt at once and in chunks, against the source's graph, which takes it at once."""
     ids = np.random.default_rng(0).integers(0, decoder.vocab_size, min(24, decoder.max_context))

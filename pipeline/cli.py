@@ -25,6 +25,7 @@ from pipeline.cli_compare import compare_command
 from pipeline.cli_load import load_command
 from pipeline.cli_optimize import optimize_command, pass_options, switches_from_options
 from pipeline.cli_run import run_bundle_command
+from pipeline.cli_tune import tune_command
 from pipeline.config import PRECISIONS, BuildConfig
 from pipeline.forecast import size
 from pipeline.progress import Progress
@@ -160,6 +161,7 @@ kiln_group.add_command(compare_command)
 kiln_group.add_command(bench_command)
 kiln_group.add_command(capi_group)
 kiln_group.add_command(load_command)
+kiln_group.add_command(tune_command)
 
 
 def _bundle_record(bundle: EngineBundle) -> dict[str, Any]:
@@ -196,6 +198,10 @@ def _bundle_table(bundle: EngineBundle) -> Table:
         "precision": manifest.precision,
         "built": f"{manifest.created} by Kiln {manifest.kiln_version}",
     }
+    if manifest.parent is not None:
+        rows["parent"] = manifest.parent
+    if manifest.serving is not None:
+        rows["serving"] = manifest.serving.sentence()
     if manifest.decoder is not None:
         kv = manifest.decoder.kv
         rows["KV cache"] = (

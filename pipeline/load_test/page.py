@@ -48,6 +48,8 @@ def _plots(report: LoadReport, run: Run) -> list[Plot]:
 
 def _distribution(title: str, values: Sequence[float], limit: float | None) -> Plot:
     """The share of values at or below each value, on a logarithmic scale."""
+    from matplotlib.ticker import LogLocator
+
     shares = np.linspace(0, 1, min(len(values), _MOST_POINTS))
     places = np.quantile(values, shares) * 1e3
     positive = np.maximum(places, 1e-3)
@@ -59,6 +61,7 @@ def _distribution(title: str, values: Sequence[float], limit: float | None) -> P
         if limit is not None:
             axes.axvline(limit * 1e3, color=LIMIT, linestyle="--", linewidth=1.2)
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(lambda value, place: f"{value:,g}")
         axes.xaxis.set_minor_formatter(lambda value, place: "")
         axes.set(xlabel="milliseconds", ylabel="percent at or below", ylim=(0, 101))

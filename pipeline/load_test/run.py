@@ -96,7 +96,7 @@ async def replay(target: Target, trace: Trace, config: LoadConfig, observe: Obse
     """
     for index in range(config.warmup):
         await _warm_up(target, index, config)
-    player = _Player(target, config)
+    player = Player(target, config)
     watch = asyncio.create_task(_watch(player.outcomes, observe))
     interrupted = False
     try:
@@ -127,8 +127,8 @@ async def _watch(outcomes: list[Outcome], observe: Observe) -> None:
         await asyncio.sleep(0.5)
 
 
-class _Player:
-    """One run: its clock and its outcomes."""
+class Player:
+    """One run: its clock, which starts now, and its outcomes in the order of sending."""
 
     def __init__(self, target: Target, config: LoadConfig) -> None:
         self.outcomes: list[Outcome] = []
@@ -140,6 +140,7 @@ class _Player:
         return time.perf_counter() - self._start
 
     async def open_loop(self, trace: Trace) -> None:
+        """Send each request when it is due; returns when all have ended."""
         async with asyncio.TaskGroup() as group:
             for index, request in enumerate(trace):
                 prepared = self._prepared(index, request)
@@ -147,6 +148,7 @@ class _Player:
                 group.create_task(self._send(index, request, prepared, request.arrival))
 
     async def closed_loop(self, trace: Iterable[TraceRequest], concurrency: int) -> None:
+        """Keep `concurrency` requests in flight until the trace ends, which it need not."""
         queue = iter(enumerate(trace))
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):

@@ -1,0 +1,151 @@
+"""A bundle made from another one: other serving settings or block size, everything else linked, not copied.
+
+The block size is no part of the weights and of the arithmetic: it is a dimension of the cache inputs, which only the
+paged-attention operator reads, and takes from their shape. So it can be changed in the graph's description alone. The
+new graph is run beside the parent's before anything is published.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engines.bundle import BundleError, EngineBundle, file_records, open_bundle, write_bundle
+from engines.manifest import FileRecord, Manifest, ServingRecord, TensorRecord
+from passes.manager import link_or_copy
+from passes.onnx_model import DECODER_METADATA, DecoderSpec, load_structure
+from pipeline.check import check_against_parent
+from plugins.errors import KilnError
+from plugins.paged_attention.schema import OP_TYPE, cache_names, cache_output_names
+
+if TYPE_CHECKING:
+    import onnx
+
+_DISTRIBUTION = "kiln-engine"
+_BLOCK_AXIS = 1  # of [blocks, block_size, kv_heads, head_dim]
+
+
+def derive_bundle(
+    parent: EngineBundle, path: Path, *, block_size: int | None = None, serving: ServingRecord | None = None
+) -> EngineBundle:
+    """Write `parent` to `path` with other settings; the new manifest names the parent's identity.
+
+    `block_size` None, or the parent's own, keeps the graph as it is. Files are hard links where the file system has
+    them, so that they cost nothing and outlive the parent.
+
+    Raises BundleError when the parent is not, or no longer, what it was when it was opened, or `path` is the parent;
+    KilnError when the block size cannot be changed, or the changed graph gives other logits.
+    """
+    if path.resolve() == parent.path.resolve():
+        raise BundleError(f"{path} is the bundle itself; choose another --out, so that the parent remains")
+    decoder = parent.manifest.decoder
+    changes_blocks = block_size is not None and (decoder is None or decoder.kv.block_size != block_size)
+
+    def fill(folder: Path) -> Manifest:
+        manifest = parent.manifest
+        own = {manifest.engine} if changes_blocks else set()
+        _link(parent, folder, (name for name in manifest.files if name not in own))
+        _refuse_changes(parent, file_records(folder))
+        if changes_blocks:
+            assert block_size is not None
+            manifest = _with_block_size(parent, folder, block_size)
+        if open_bundle(parent.path).sha256 != parent.sha256:
+            raise _changed(parent, "its identity")
+        return manifest.model_copy(
+            update={
+                "kiln_version": version(_DISTRIBUTION),
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "parent": parent.sha256,
+                "serving": serving,
+                "files": file_records(folder),
+            }
+        )
+
+    return write_bundle(path, fill)
+
+
+def _link(parent: EngineBundle, folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        try:
+            link_or_copy(parent.path / name, folder / name)
+        except FileNotFoundError as error:
+            raise _changed(parent, name) from error
+
+
+def _refuse_changes(parent: EngineBundle, found: dict[str, FileRecord]) -> None:
+    for name, record in found.items():
+        if parent.manifest.files[name] != record:
+            raise _changed(parent, name)
+
+
+def _changed(parent: EngineBundle, what: str) -> BundleError:
+    return BundleError(
+        f"{parent.path} was changed after it was opened ({what}); expected the bundle {parent.sha256[:12]}: "
+        "nothing was written, start again"
+    )
+
+
+def _with_block_size(parent: EngineBundle, folder: Path, block_size: int) -> Manifest:
+    """Write the graph for another block size, check it, and return the manifest that describes it."""
+    manifest = parent.manifest
+    decoder = manifest.decoder
+    if decoder is None:
+        raise KilnError(f"{manifest.name} has no KV cache, so it has no block size to change")
+    changed = replace(decoder, kv=replace(decoder.kv, block_size=block_size))
+    engine = folder / manifest.engine
+    engine.parent.mkdir(parents=True, exist_ok=True)
+    write_graph_with_block_size(parent.engine_path, engine, changed)
+    libraries = [folder / plugin.file for plugin in manifest.plugins]
+    check = check_against_parent(parent.engine_path, decoder, engine, changed, libraries)
+    caches = _cache_tensors(changed)
+    return manifest.model_copy(
+        update={
+            "decoder": changed,
+            "inputs": tuple(_resized(record, caches, block_size) for record in manifest.inputs),
+            "outputs": tuple(_resized(record, caches, block_size) for record in manifest.outputs),
+            "checks": (*manifest.checks, check),
+        }
+    )
+
+
+def write_graph_with_block_size(source: Path, target: Path, decoder: DecoderSpec) -> None:
+    """Copy a serving graph, without its external weights, with the block size of `decoder` in its description.
+
+    Raises KilnError where anything but paged attention reads a cache, and so may depend on the block size.
+    """
+    proto = load_structure(source)
+    caches = _cache_tensors(decoder)
+    for node in proto.graph.node:
+        if node.op_type != OP_TYPE and caches & {*node.input, *node.output}:
+            raise KilnError(
+                f"{source}: {node.op_type} {node.name} uses a cache; the block size can be changed only where "
+                f"{OP_TYPE} alone does: build the model again with --block-size {decoder.kv.block_size}"
+            )
+    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
+        if value.name in caches:
+            _resize(value, decoder.kv.block_size)
+    for entry in proto.metadata_props:
+        if entry.key == DECODER_METADATA:
+            entry.value = decoder.to_json()
+    target.write_bytes(proto.SerializeToString(deterministic=True))
+
+
+def _cache_tensors(decoder: DecoderSpec) -> set[str]:
+    layers = range(len(decoder.kv.layers))
+    return {name for layer in layers for name in (*cache_names(layer), *cache_output_names(layer))}
+
+
+def _resize(value: "onnx.ValueInfoProto", block_size: int) -> None:
+    """A symbolic dimension stays: it takes any block size."""
+    dimension = value.type.tensor_type.shape.dim[_BLOCK_AXIS]
+    if dimension.HasField("dim_value"):
+        dimension.dim_value = block_size
+
+
+def _resized(record: TensorRecord, caches: set[str], block_size: int) -> TensorRecord:
+    if record.name not in caches or not isinstance(record.shape[_BLOCK_AXIS], int):
+        return record
+    blocks, _, *rest = record.shape
+    return record.model_copy(update={"shape": (blocks, block_size, *rest)})
