@@ -59,7 +59,8 @@ class Converter:
     def request_from_c(self, c: Any) -> Request:
         given = [c.prompt != self._ffi.NULL, c.tokens != self._ffi.NULL]
         if sum(given) != 1:
-            raise KilnError(f"the request has {'both' if all(given) else 'neither'} prompt and tokens; set one of them")
+            found = "both prompt and tokens" if all(given) else "neither prompt nor tokens"
+            raise KilnError(f"the request has {found}; set one of them")
         prompt = self.text(c.prompt, "prompt") if given[0] else tuple(self.tokens(c.tokens, c.token_count))
         return Request(
             prompt,
