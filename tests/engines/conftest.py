@@ -365,13 +365,3 @@ def served() -> Iterator[Callable[..., Served]]:
             server.end()
     for server in running:
         server.close()
-
-
-@pytest.fixture(scope="session")
-def capi(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The C API as `kiln capi build` makes it: a folder with include and lib."""
-    from engines.capi.build import build
-
-    out = tmp_path_factory.mktemp("capi")
-    build(out)
-    return out
