@@ -30,11 +30,24 @@ from engines.server.v2_tensors import (
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
+
+def _inlined(schema: Any, definitions: dict[str, Any] | None = None) -> Any:
+    """A JSON Schema without references, which would mean other places in the OpenAPI document around it."""
+    if isinstance(schema, list):
+        return [_inlined(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    known = definitions or schema.get("$defs", {})
+    target = known[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else {}
+    kept = {key: value for key, value in {**target, **schema}.items() if key not in ("$ref", "$defs")}
+    return {key: _inlined(value, known) for key, value in kept.items()}
+
+
 _INFER_BODY = {
     "requestBody": {
         "required": True,
         "content": {
-            "application/json": {"schema": InferHeader.model_json_schema()},
+            "application/json": {"schema": _inlined(InferHeader.model_json_schema())},
             "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
         },
     },
