@@ -63,6 +63,10 @@ class BlockPool:
         self._check_number(block)
         return self._owners[block]
 
+    def writable(self, block: int) -> bool:
+        """Whether its one owner may change its content: nobody shares it, and nobody can ask for it."""
+        return self._owners[block] == 1 and block not in self._hash_of
+
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks of undefined content, each with one owner; None, and no change, when so many are not there."""
         if count < 0:

@@ -1,8 +1,8 @@
 """The paged cache: blocks that are counted, shared by content, copied when shared ones are written, and swapped.
 
 - A sequence that begins like an earlier one of its tenant shares the full blocks of that beginning (`PrefixCache`).
-- A forked sequence shares all of its parent's blocks. Whoever first writes to a shared block, which only the last,
-  partly filled one can be, gets a copy of it.
+- A forked sequence shares all of its parent's blocks. Whoever writes to the last one, which both have filled in part,
+  gets a copy of it while another owns it, or when its content has become known.
 - With `host_blocks`, a sequence that gives way takes what it computed along to host memory, if there is room, and
   brings it back when it runs again instead of computing it again.
 """
@@ -76,14 +76,14 @@ class PagedKv:
         return True
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
-        own = self._owns_its_last_block(sequence)
+        writable = self._may_write(sequence)
         missing = blocks_for(sequence.computed + tokens, self.block_size) - len(sequence.blocks)
-        if own and missing <= 0:
+        if writable and missing <= 0:
             return True
-        blocks = self.pool.allocate(max(missing, 0) + (not own))
+        blocks = self.pool.allocate(max(missing, 0) + (not writable))
         if blocks is None:
             return False
-        if not own:
+        if not writable:
             last = sequence.computed // self.block_size
             self._moves.append((sequence.blocks[last], blocks[0]))
             self.pool.release([sequence.blocks[last]])
@@ -131,9 +131,9 @@ class PagedKv:
             _check_owners(self.host, [sequence.host_blocks for sequence in waiting])
         assert not any(sequence.host_blocks for sequence in running)
 
-    def _owns_its_last_block(self, sequence: Sequence) -> bool:
+    def _may_write(self, sequence: Sequence) -> bool:
         last, filled = divmod(sequence.computed, self.block_size)
-        return not filled or self.pool.owners(sequence.blocks[last]) == 1
+        return not filled or self.pool.writable(sequence.blocks[last])
 
     def _swap_out(self, sequence: Sequence) -> None:
         """Take what is computed along to host memory, as a whole or not at all."""

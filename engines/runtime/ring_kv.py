@@ -1,9 +1,8 @@
 """The static cache for small devices: one ring of blocks per slot, fixed at the start.
 
 A sequence attends to its last `window` tokens, older ones are overwritten. Its ring holds these and the tokens of one
-step, so that a step never
-overwrites what it still reads. The block table of a slot is made once: logical block n lies in ring block n modulo the
-ring's length, so it never grows or changes. Nothing is shared, and only places run out, never blocks.
+step, so that a step never overwrites what it still reads. The block table of a slot is made once: logical block n lies
+in ring block n modulo the length of the ring, so it never changes. Nothing is shared; places run out, blocks do not.
 
 The backend must run the graph with a sliding window of `window` tokens (`OnnxRuntimeDecoder(window=)`).
 """

@@ -11,9 +11,9 @@ seconds of any monotonic clock. Rules:
    known prefix are shared and count as computed; one whose next block is just being computed by another waits for
    that, and does not hold up those behind it. When all places are taken, an interactive sequence that waits takes
    one that the batch lane has beyond its share.
-3. A step takes one token of every decoding sequence, then pieces of prompts, within `tokens_per_step`. Where both
-   lanes have prompts, the interactive lane gets its share of what decoding leaves; what one lane does not need, the
-   other gets.
+3. A step takes one token of every decoding sequence, then pieces of prompts, within `tokens_per_step`; beside
+   interactive sequences that decode, no more than make it `step_stretch` times as long as without. While an interactive
+   prompt is being computed, the batch lane takes part in its share of the steps only, and in those goes first.
 4. A decoding sequence that needs a block when none is available takes it from the running sequence that is cheapest
    to repeat: in the lowest lane, with the fewest generated tokens, the latest to arrive. That one gives up all of its
    blocks and waits; later it computes its known tokens again, or brings them back from host memory. No token is lost,
@@ -32,7 +32,11 @@ from dataclasses import dataclass
 from engines.runtime.block_pool import BlockHash
 from engines.runtime.kv_cache import KvCache
 from engines.runtime.sequence import LANES, Lane, Sequence
+from engines.runtime.step_cost import StepCost
 from plugins.errors import KilnError
+
+_MOST_SHARE = 0.95
+"""Of any share: who gets none of something starves."""
 
 
 class QueueFullError(KilnError):
@@ -45,10 +49,12 @@ class SchedulerConfig:
 
     max_running: int = 16
     """Sequences that run at a time."""
-    tokens_per_step: int = 512
-    """Tokens that one step computes at most. Fewer keep decoding smooth beside prompts, more finish prompts sooner."""
+    tokens_per_step: int = 256
+    """Tokens that one step computes at most: the longest that anybody waits for a step to end."""
+    step_stretch: float | None = 2.5
+    """How much longer pieces of prompts may make a step for interactive sequences that decode in it; None: any."""
     interactive_share: float = 0.8
-    """Of places and of a step's prompt tokens, where both lanes want them."""
+    """Of places, and of steps while an interactive prompt is computed, where both lanes want them."""
     ageing: float = 30.0
     """Seconds of waiting after which a batch sequence goes with the interactive ones."""
     headroom: float = 0.2
@@ -72,9 +78,11 @@ class SchedulerConfig:
                 f"tokens_per_step is {self.tokens_per_step}, max_running {self.max_running}; a step holds one token of "
                 "every running sequence: raise tokens_per_step or lower max_running"
             )
-        for name, most in (("interactive_share", 1.0), ("headroom", 0.95)):
-            if not 0 <= getattr(self, name) <= most:
-                raise KilnError(f"{name} is {getattr(self, name)}; expected 0 to {most:g}")
+        for name in ("interactive_share", "headroom"):
+            if not 0 <= getattr(self, name) <= _MOST_SHARE:
+                raise KilnError(f"{name} is {getattr(self, name)}; expected 0 to {_MOST_SHARE}")
+        if self.step_stretch is not None and not self.step_stretch > 1:
+            raise KilnError(f"step_stretch is {self.step_stretch}; expected more than 1, or None for no limit")
         for name in ("ageing", "batch_wait"):
             if not getattr(self, name) >= 0:
                 raise KilnError(f"{name} is {getattr(self, name)}; expected 0 or more seconds")
@@ -122,6 +130,8 @@ class Scheduler:
         self.kv = kv
         self.config = config
         self.preemptions = 0
+        self.cost = StepCost()
+        self._batch_credit = 0.0  # steps that are due to the batch lane
         self._waiting: dict[Lane, dict[int, Sequence]] = {lane: {} for lane in LANES}  # by id, in the order of turns
         self._running: dict[int, Sequence] = {}  # by id, in order of admission
 
@@ -169,13 +179,26 @@ class Scheduler:
     def schedule(self, now: float) -> Batch:
         """Admit what fits and return the next step; empty only when there is no work."""
         self._admit(now)
-        decoding = self._decoding_with_blocks()
+        lanes = self._lanes_of_step()
+        decoding = self._decoding_with_blocks(lanes)
+        prompts = [s for lane in lanes for s in self._running.values() if s.lane == lane and not s.decoding]
         budget = self.config.tokens_per_step - len(decoding)
-        prompts = [sequence for sequence in self._running.values() if not sequence.decoding]
         if not prompts:
             return tuple(self._decode_chunks(decoding, budget))
+        stretch = self.config.step_stretch
+        if stretch is not None and any(sequence.lane == "interactive" for sequence in decoding):
+            budget = min(budget, self.cost.tokens_beside(len(decoding), prompts[0].computed, stretch))
         chunks = [Chunk(sequence, sequence.computed, 1) for sequence in decoding]
-        return (*chunks, *self._prompt_chunks(prompts, budget))
+        return (*chunks, *_prompt_chunks(prompts, budget))
+
+    def observe(self, batch: Batch, seconds: float) -> None:
+        """Learn what a step took, before `advance`."""
+        prompts = [chunk for chunk in batch if not chunk.sequence.decoding]
+        drafted = sum(len(chunk.draft) for chunk in batch)
+        if not drafted:
+            tokens = sum(chunk.length for chunk in prompts)
+            depth = prompts[0].start if prompts else 0
+            self.cost.observe(len(batch) - len(prompts), tokens, depth, seconds)
 
     def advance(self, batch: Batch) -> None:
         """Note that the known tokens of a step are in the cache."""
@@ -260,11 +283,24 @@ class Scheduler:
         self._preempt(min(batch, key=_cost_to_repeat))
         return True
 
-    def _decoding_with_blocks(self) -> list[Sequence]:
+    def _lanes_of_step(self) -> tuple[Lane, ...]:
+        """Who takes part in the next step, in the order in which prompts get its tokens."""
+        running = self._running.values()
+        if not any(sequence.lane == "interactive" and not sequence.decoding for sequence in running):
+            return LANES
+        self._batch_credit += 1 - self.config.interactive_share
+        if self._batch_credit < 1:
+            return ("interactive",)
+        self._batch_credit -= 1
+        return ("batch", "interactive")
+
+    def _decoding_with_blocks(self, lanes: tuple[Lane, ...]) -> list[Sequence]:
         """Running sequences that take one token, each with a block for it; some may be preempted for that."""
         kept: list[Sequence] = []
         order = sorted(
-            (sequence for sequence in self._running.values() if sequence.decoding), key=_cost_to_repeat, reverse=True
+            (sequence for sequence in self._running.values() if sequence.decoding and sequence.lane in lanes),
+            key=_cost_to_repeat,
+            reverse=True,
         )
         for sequence in order:
             if sequence.id in self._running and self._grow(sequence):
@@ -304,17 +340,14 @@ class Scheduler:
             budget -= len(draft)
             yield Chunk(sequence, sequence.computed, 1 + len(draft), draft)
 
-    def _prompt_chunks(self, prompts: list[Sequence], budget: int) -> Iterator[Chunk]:
-        """Pieces of prompts in order of admission, each lane within its share where both want more than there is."""
-        wanted = {lane: sum(s.pending for s in prompts if s.lane == lane) for lane in LANES}
-        share = int(budget * self.config.interactive_share)
-        interactive = min(wanted["interactive"], max(share, budget - wanted["batch"]))
-        room = {"interactive": interactive, "batch": budget - interactive}
-        for sequence in prompts:
-            length = min(room[sequence.lane], sequence.pending)
-            if length > 0:
-                room[sequence.lane] -= length
-                yield Chunk(sequence, sequence.computed, length)
+
+def _prompt_chunks(prompts: list[Sequence], budget: int) -> Iterator[Chunk]:
+    """Pieces of prompts, in their order, as far as the budget goes."""
+    for sequence in prompts:
+        length = min(budget, sequence.pending)
+        if length > 0:
+            budget -= length
+            yield Chunk(sequence, sequence.computed, length)
 
 
 def _cost_to_repeat(sequence: Sequence) -> tuple[bool, int, float, int]:

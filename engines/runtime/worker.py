@@ -189,6 +189,7 @@ class DecodeWorker:
             return
         now = time.monotonic()
         self._metrics.step_seconds.observe(now - begun)
+        self.scheduler.observe(batch, now - begun)
         self.scheduler.advance(batch)
         row = 0
         for chunk in batch:

@@ -114,7 +114,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestPool.settings = settings(max_examples=450, stateful_step_count=200, deadline=None)
 
 
 def test_out_of_range_and_negative_raise():

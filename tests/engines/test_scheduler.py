@@ -1,167 +1,32 @@
-"""The scheduler by itself: a state machine over submits, steps and cancellations, and its rules one by one."""
+"""The rules of the scheduler, one by one. tests/engines/test_scheduler_machine.py runs them in any order."""
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engines.runtime.packing import step_inputs_from_batch
 from engines.runtime.paged_kv import PagedKv
-from engines.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
+from engines.runtime.scheduler import Scheduler, SchedulerConfig
 from engines.runtime.sequence import Sequence
 from plugins.errors import KilnError
 
-BLOCKS, SIZE, RUNNING, BUDGET = 10, 4, 3, 7
+SIZE = 4
 
 
-def next_token(sequence: Sequence) -> int:
+def next_token(token_ids) -> int:
     """What a deterministic model would say after these tokens."""
-    return (sum(sequence.token_ids) * 31 + len(sequence.token_ids)) % 97
+    return (sum(token_ids) * 31 + len(token_ids)) % 97
 
 
-def run_step(scheduler: Scheduler, now: float = 0.0) -> list[Sequence]:
-    """Compute one step; returns what finished."""
-    batch = scheduler.schedule(now)
+def run_step(scheduler: Scheduler, now: float = 0.0, batch=None) -> list[Sequence]:
+    """Compute one step, of `batch` if given; returns what finished."""
+    batch = scheduler.schedule(now) if batch is None else batch
     sampling = [chunk.sequence for chunk in batch if chunk.rows]
     scheduler.advance(batch)
     for sequence in sampling:
-        sequence.append(next_token(sequence))
+        sequence.append(next_token(sequence.token_ids))
         if sequence.used_up:
             scheduler.finish(sequence)
     return [sequence for sequence in sampling if sequence.used_up]
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Submits, steps and cancels in any order; the end runs everything that is left to its outcome.
-
-    The cache is modelled: every slot remembers the whole history of the token that was written to it, so a wrong block,
-    a stale prefix or a token computed twice shows.
-    """
-
-    def __init__(self):
-        super().__init__()
-        config = SchedulerConfig(RUNNING, BUDGET, interactive_share=0.6, ageing=50.0, headroom=0.2, max_waiting=40)
-        self.kv = PagedKv(BLOCKS, SIZE)
-        self.scheduler = Scheduler(self.kv, config)
-        self.live: dict[int, Sequence] = {}
-        self.cache: dict[int, tuple[int, ...]] = {}
-        self.next_id = 0
-        self.now = 0.0
-
-    @rule(
-        shared=st.integers(0, 12),
-        own=st.integers(1, 18),
-        max_tokens=st.integers(1, 12),
-        lane=st.sampled_from(["interactive", "batch"]),
-        tenant=st.sampled_from([b"", b"a"]),
-        seed=st.integers(0, 3),
-        patience=st.sampled_from([None, None, None, 5.0]),
-    )
-    def submit(self, shared, own, max_tokens, lane, tenant, seed, patience):
-        prompt = [*range(shared), *(50 + seed + n for n in range(own))]
-        deadline = None if patience is None else self.now + patience
-        sequence = Sequence(
-            self.next_id, prompt, max_tokens, lane=lane, arrival=self.now, salt=tenant, deadline=deadline
-        )
-        self.next_id += 1
-        if -(-(len(prompt) + max_tokens - 1) // SIZE) > BLOCKS:
-            with pytest.raises(KilnError, match=r"needs \d+ cache blocks of 4 tokens, the engine has 10"):
-                self.scheduler.submit(sequence)
-        elif len(self.scheduler.waiting) >= 40:
-            with pytest.raises(QueueFullError, match="40 requests wait already"):
-                self.scheduler.require_room()
-        else:
-            self.scheduler.submit(sequence)
-            self.live[sequence.id] = sequence
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def cancel(self, data):
-        self.end(self.live[data.draw(st.sampled_from(sorted(self.live)))])
-
-    def end(self, sequence):
-        del self.live[sequence.id]
-        self.scheduler.finish(sequence)
-        assert not sequence.blocks
-        with pytest.raises(ValueError, match="neither waiting nor running"):
-            self.scheduler.finish(sequence)
-
-    @precondition(lambda self: self.live)
-    @rule(seconds=st.sampled_from([0.0, 1.0, 30.0]))
-    def step(self, seconds):
-        self.now += seconds
-        for sequence in self.scheduler.expired(self.now):
-            assert sequence.deadline <= self.now
-            self.end(sequence)
-        if not self.live:
-            assert not self.scheduler.has_work
-            return
-        before = {s.id: s.generated for s in self.scheduler.running}
-        batch = self.scheduler.schedule(self.now)
-        assert batch, "work is there and nothing runs"
-        running = {s.id for s in self.scheduler.running}
-        assert {chunk.sequence.id for chunk in batch} <= running
-        assert len({chunk.sequence.id for chunk in batch}) == len(batch)
-        assert sum(chunk.length for chunk in batch) <= BUDGET
-        assert all(chunk.length >= 1 for chunk in batch)
-        kinds = [chunk.sequence.decoding for chunk in batch]
-        assert kinds == sorted(kinds, reverse=True), "decode tokens come first"
-        assert {s.id for s in self.scheduler.running if s.decoding} <= {chunk.sequence.id for chunk in batch}
-        gone = [generated for id, generated in before.items() if id not in running]
-        assert all(self.live[id].generated == before[id] for id in before), "no step takes a token away"
-        assert len(gone) <= len(before)
-        self.compute(batch)
-
-    def compute(self, batch):
-        inputs = step_inputs_from_batch(batch, SIZE)
-        assert len(set(inputs.slot_mapping.tolist())) == len(inputs.slot_mapping), "two tokens in one slot"
-        for chunk in batch:
-            sequence = chunk.sequence
-            for position in range(chunk.start, chunk.end):
-                slot = sequence.blocks[position // SIZE] * SIZE + position % SIZE
-                self.cache[slot] = tuple(sequence.token_ids[: position + 1])
-        for chunk in batch:  # everything that the step reads is there, shared prefixes included
-            sequence = chunk.sequence
-            for position in range(chunk.end):
-                slot = sequence.blocks[position // SIZE] * SIZE + position % SIZE
-                assert self.cache[slot] == tuple(sequence.token_ids[: position + 1])
-        sampling = [chunk.sequence for chunk in batch if chunk.rows]
-        self.scheduler.advance(batch)
-        for sequence in sampling:
-            sequence.append(next_token(sequence))
-            if sequence.used_up:
-                del self.live[sequence.id]
-                self.scheduler.finish(sequence)
-
-    @invariant()
-    def conserved(self):
-        self.scheduler.check()
-        assert self.kv.free + self.kv.cached + self.kv.held == BLOCKS
-        running, waiting = self.scheduler.running, self.scheduler.waiting
-        assert len(running) <= RUNNING
-        assert {s.id for s in running} | {s.id for s in waiting} == set(self.live)
-        for sequence in running:
-            assert sequence.computed <= len(sequence.token_ids)
-            assert len(sequence.blocks) * SIZE >= sequence.computed
-        for lane in ("interactive", "batch"):
-            fresh = [s.id for s in waiting if s.lane == lane and not s.preemptions]
-            assert fresh == sorted(fresh), "first come, first served within a lane"
-
-    def teardown(self):
-        steps = 0
-        while self.live:
-            self.step(0.0)
-            self.conserved()
-            steps += 1
-            assert steps < 10_000, "somebody never comes to an end"
-        assert self.kv.held == 0
-        assert not self.scheduler.has_work
-        assert self.scheduler.schedule(self.now) == ()
-
-
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 
 
 def scheduler_of(blocks: int = 64, **options) -> Scheduler:
@@ -218,13 +83,45 @@ def test_an_interactive_request_takes_a_place_that_batch_has_beyond_its_share():
     assert {s.id for s in scheduler.running} == {0, 1, 9, 10}, "batch keeps its share"
 
 
-def test_both_lanes_get_their_share_of_a_step_and_what_one_leaves_goes_to_the_other():
-    scheduler = scheduler_of(tokens_per_step=10, interactive_share=0.8)
-    scheduler.submit(Sequence(0, list(range(100, 130)), 1, lane="batch"))
-    scheduler.submit(Sequence(1, list(range(12)), 1))
-    assert sorted(lengths(scheduler.schedule(0.0))) == [(0, 2), (1, 8)]
+def test_while_an_interactive_prompt_is_computed_batch_takes_part_in_its_share_of_steps():
+    scheduler = scheduler_of(tokens_per_step=10, interactive_share=0.75, step_stretch=None)
+    decoding = Sequence(0, [200], 40, lane="batch")
+    scheduler.submit(decoding)
     run_step(scheduler)
-    assert sorted(lengths(scheduler.schedule(0.0))) == [(0, 6), (1, 4)]
+    scheduler.submit(Sequence(1, list(range(100, 130)), 1, lane="batch"))
+    scheduler.submit(Sequence(2, list(range(60)), 1))
+    found = []
+    for _ in range(8):
+        batch = scheduler.schedule(0.0)
+        found.append(lengths(batch))
+        run_step(scheduler, batch=batch)
+    alone, shared = [(2, 10)], [(0, 1), (1, 9)]
+    assert found == [alone] * 3 + [shared] + [alone] * 3 + [shared]
+
+
+def test_pieces_of_prompts_stretch_the_steps_of_interactive_sequences_only_so_far():
+    scheduler = scheduler_of(tokens_per_step=64, step_stretch=3.0)
+    for number in (0, 1):
+        scheduler.submit(Sequence(number, [number], 40))
+    run_step(scheduler)
+    for _ in range(3):
+        scheduler.observe(scheduler.schedule(0.0), 0.020)
+        run_step(scheduler)
+    scheduler.submit(Sequence(2, list(range(100)), 1))
+    first = scheduler.schedule(0.0)
+    assert lengths(first)[-1] == (2, 32), "before it knows what a prompt token costs"
+    scheduler.observe(first, 0.020 + 32 * 0.002)
+    run_step(scheduler)
+    second = scheduler.schedule(0.0)
+    assert lengths(second)[-1] == (2, 20), "two more times 20 ms, of 2 ms a token"
+
+
+def test_batch_sequences_are_not_spared():
+    scheduler = scheduler_of(tokens_per_step=64, step_stretch=3.0)
+    scheduler.submit(Sequence(0, [1], 40, lane="batch"))
+    run_step(scheduler)
+    scheduler.submit(Sequence(2, list(range(100)), 1, lane="batch"))
+    assert lengths(scheduler.schedule(0.0))[-1] == (2, 63)
 
 
 def test_the_cheapest_to_repeat_gives_up_its_blocks_and_resumes_without_losing_a_token():
@@ -242,7 +139,7 @@ def test_the_cheapest_to_repeat_gives_up_its_blocks_and_resumes_without_losing_a
     for sequence, reference in zip((old, young), alone, strict=True):
         while not reference.used_up:
             reference.computed = len(reference.token_ids)
-            reference.append(next_token(reference))
+            reference.append(next_token(reference.token_ids))
         assert sequence.token_ids == reference.token_ids
 
 
@@ -323,7 +220,9 @@ def test_packing_gives_positions_slots_and_rows():
     [
         ({"max_running": 8, "tokens_per_step": 4}, "raise tokens_per_step or lower max_running"),
         ({"max_running": 0}, "max_running is 0; expected at least 1"),
-        ({"interactive_share": 1.2}, "interactive_share is 1.2; expected 0 to 1"),
+        ({"interactive_share": 1.0}, r"interactive_share is 1.0; expected 0 to 0\.95"),
+        ({"step_stretch": 1.0}, "step_stretch is 1.0; expected more than 1, or None"),
+        ({"speculate": -1}, "speculate is -1; expected 0"),
         ({"headroom": 1.0}, r"headroom is 1.0; expected 0 to 0\.95"),
         ({"ageing": -1.0}, "ageing is -1.0; expected 0 or more seconds"),
         ({"batch_wait": float("nan")}, "batch_wait is nan"),
@@ -360,3 +259,96 @@ def test_nobody_waits_for_a_prefix_whose_owner_is_gone():
     scheduler.finish(first)
     assert lengths(scheduler.schedule(0.0)) == [(1, 4)]
     assert second.computed == 4, "what was computed is shared"
+
+
+def test_a_forked_sequence_writes_to_a_copy_of_the_block_that_both_have_begun():
+    scheduler = scheduler_of()
+    parent, child = Sequence(0, [1, 2, 3, 4, 5, 6], 10), Sequence(1, [1, 2, 3, 4, 5, 6], 10)
+    scheduler.submit(parent)
+    scheduler.advance(scheduler.schedule(0.0))
+    scheduler.fork(parent, child, 50)
+    parent.append(60)
+    assert child.blocks == parent.blocks
+    before = parent.blocks[1]
+    assert lengths(scheduler.schedule(0.0)) == [(0, 1), (1, 1)]
+    assert child.blocks[0] == parent.blocks[0]
+    assert child.blocks[1] != parent.blocks[1]
+    copy = next(block for block in (child.blocks[1], parent.blocks[1]) if block != before)
+    assert scheduler.kv.take_moves() == [(before, copy)]
+    assert scheduler.kv.take_moves() == []
+    assert scheduler.kv.copied_blocks == 1
+
+
+def test_a_fork_without_a_place_waits_and_loses_nothing():
+    scheduler = scheduler_of(max_running=1)
+    parent = Sequence(0, [1, 2, 3, 4, 5], 3)
+    scheduler.submit(parent)
+    scheduler.submit(Sequence(5, [9], 1))
+    scheduler.advance(scheduler.schedule(0.0))
+    child = Sequence(1, parent.token_ids, 3)
+    scheduler.fork(parent, child, 50)
+    parent.append(60)
+    assert [s.id for s in scheduler.waiting] == [1, 5], "one that has begun goes before those that have not"
+    finished = []
+    while scheduler.has_work:
+        finished += run_step(scheduler)
+    assert [s.id for s in finished] == [0, 1, 5]
+    assert child.token_ids[:6].tolist() == [1, 2, 3, 4, 5, 50]
+    assert child.generated == 3
+    assert scheduler.kv.prefixes.statistics.saved_tokens == 4
+
+
+def test_a_block_whose_content_became_known_is_copied_before_a_fork_writes_to_it():
+    """Found by the machine: the parent's draft filled and named the shared block, the parent ended, the child wrote."""
+    scheduler = scheduler_of(speculate=3)
+    parent = Sequence(0, [1, 2, 3, 4, 5], 10)
+    scheduler.submit(parent)
+    run_step(scheduler)
+    first = next_token(parent.token_ids)
+    parent.draft = (first, next_token([*parent.token_ids, first]))
+    (chunk,) = scheduler.schedule(0.0)
+    assert chunk.rows == 3
+    scheduler.advance((chunk,))
+    child = Sequence(1, parent.token_ids, 5)
+    scheduler.fork(parent, child, 99)
+    for drafted in chunk.draft:
+        parent.append(drafted)
+        scheduler.confirm(parent)
+    block = child.blocks[1]
+    assert block == parent.blocks[1]
+    assert parent.computed == 8
+    scheduler.finish(parent)
+    assert lengths(scheduler.schedule(0.0)) == [(1, 1)]
+    assert child.blocks[1] != block, "what others may ask for stays as it is"
+    assert scheduler.kv.take_moves() == [(block, child.blocks[1])]
+
+
+def test_who_gives_way_takes_its_content_along_and_brings_it_back():
+    scheduler = Scheduler(PagedKv(6, SIZE, host_blocks=4, share_prefixes=False), SchedulerConfig(4, 64, headroom=0.0))
+    old, young = Sequence(0, [1] * 8, 13, arrival=0.0), Sequence(1, [2] * 8, 9, arrival=1.0)
+    for sequence in (old, young):
+        scheduler.submit(sequence)
+    steps, moves = 0, []
+    while scheduler.has_work:
+        steps += sum(chunk.length for chunk in scheduler.schedule(0.0))
+        moves += scheduler.kv.take_moves()
+        run_step(scheduler)
+        scheduler.check()
+    assert (old.generated, young.generated, young.preemptions) == (13, 9, 1)
+    assert steps == 8 + 12 + 8 + 8, "nothing was computed twice"
+    out = [(source, target) for source, target in moves if target >= 6]
+    back = [(source, target) for source, target in moves if source >= 6]
+    assert [target for _, target in out] == [source for source, _ in back]
+    assert len(moves) == len(out) + len(back)
+
+
+def test_drafts_are_cut_to_the_budget_and_left_out_beside_prompts():
+    scheduler = scheduler_of(max_running=4, tokens_per_step=8, speculate=5)
+    for number in range(2):
+        scheduler.submit(Sequence(number, [number], 20))
+    run_step(scheduler)
+    for sequence in scheduler.running:
+        sequence.draft = (1, 2, 3, 4, 5)
+    assert lengths(scheduler.schedule(0.0)) == [(0, 4), (1, 4)]
+    scheduler.submit(Sequence(2, [7] * 9, 1))
+    assert lengths(scheduler.schedule(0.0)) == [(0, 1), (1, 1), (2, 6)]
