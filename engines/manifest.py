@@ -138,7 +138,8 @@ class ServingRecord(Record):
     objective: Literal["throughput", "goodput"]
     slo: dict[str, float] = {}
     knee: int
-    """The batch size beyond which efficiency falls."""
+    """The batch size beyond which efficiency falls; the largest measured where it does not fall."""
+    falls: bool
     workload: str
     machine: dict[str, str]
     threads: int
@@ -154,7 +155,8 @@ class ServingRecord(Record):
         }
         settings = ", ".join(f"{name} {value}" for name, value in chosen.items() if value is not None)
         limits = "".join(f", {name} at most {value:g} s" for name, value in self.slo.items())
-        return f"{settings} for {self.objective}{limits}; efficiency falls beyond batch {self.knee}"
+        falls = "falls beyond" if self.falls else "does not fall up to"
+        return f"{settings} for {self.objective}{limits}; efficiency {falls} batch {self.knee}"
 
 
 class Manifest(Record):

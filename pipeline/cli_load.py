@@ -103,7 +103,7 @@ def load_command(target: str, html_path: Path | None, as_json: bool, **options: 
     progress = Progress()
     slo = Slo(options["slo_first_token"], options["slo_inter_token"])
     config = LoadConfig(options["concurrency"], options["timeout"], options["warmup"], options["seed"])
-    trace, workload = trace_from_options(options, progress)
+    trace, workload = trace_from_options(options, progress, timed=config.concurrency is None)
     if options["save_trace"] is not None:
         options["save_trace"].write_text(jsonl_from_trace(trace), encoding="utf-8")
     run, model = asyncio.run(_measured(target, trace, config, options, progress))
@@ -119,8 +119,11 @@ def load_command(target: str, html_path: Path | None, as_json: bool, **options: 
         raise click.exceptions.Exit(130)
 
 
-def trace_from_options(options: dict[str, Any], progress: Progress) -> tuple[Trace, str]:
-    """The requests, and in words where they come from. Raises KilnError for options that contradict each other."""
+def trace_from_options(options: dict[str, Any], progress: Progress, *, timed: bool) -> tuple[Trace, str]:
+    """The requests, and in words where they come from; `timed`: arrival times matter.
+
+    Raises KilnError for options that contradict each other.
+    """
     path, fit, count = options["trace_file"], options["fit_file"], options.get("requests")
     names = ("prompt", "output", "rate", "burstiness", "shared_prefix")
     given: dict[str, Any] = {name: options[name] for name in names if options.get(name) is not None}
@@ -132,9 +135,10 @@ def trace_from_options(options: dict[str, Any], progress: Progress) -> tuple[Tra
     else:
         base = _WORKLOAD if fit is None else workload_from_trace(trace_from_file(fit))
         workload = dataclasses.replace(base, **given)
-        trace, words = workload.draw(64 if count is None else count, options["seed"]), workload.sentence()
+        trace = workload.draw(64 if count is None else count, options["seed"])
+        words = workload.lengths() + (f", {workload.arrivals()}" if timed else "")
         if fit is not None:
-            progress.note(f"fitted to {fit}: {words}")
+            progress.note(f"fitted to {fit}: {workload.lengths()}, {workload.arrivals()}")
     trace = adapted(
         trace,
         limit=count,

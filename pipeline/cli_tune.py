@@ -87,7 +87,7 @@ def tune_command(
     progress = Progress()
     if options["trace_file"] is None and options["fit_file"] is None:
         options["prompt"], options["output"] = options["prompt"] or _PROMPT, options["output"] or _OUTPUT
-    trace, workload = trace_from_options(options, progress)
+    trace, workload = trace_from_options(options, progress, timed=False)
     out = out or bundle.resolve().with_name(f"{bundle.resolve().name}-tuned")
     tuning = tune(bundle, out, trace, workload, config, progress)
     if not as_json:

@@ -117,7 +117,7 @@ class Lengths:
     def sentence(self) -> str:
         """For people."""
         if not self.sigma:
-            return f"{self.median:.0f} tokens each"
+            return f"of {self.median:.0f} tokens"
         limits = f" from {self.shortest} to {self.longest}" if self.longest < _MOST_TOKENS else ""
         return f"lognormal{limits} with median {self.median:.0f} and sigma {self.sigma:.2f}"
 
@@ -184,13 +184,14 @@ class Workload:
         gaps: list[float] = generator.gamma(shape, 1 / (shape * self.rate), count).tolist()
         return gaps
 
-    def sentence(self) -> str:
-        """For people."""
-        shared = f"; {self.shared_prefix} shared tokens before each" if self.shared_prefix else ""
-        return (
-            f"prompts {self.prompt.sentence()}, outputs {self.output.sentence()}, "
-            f"{self.rate:.3g} requests/s with burstiness {self.burstiness:.2f}{shared}"
-        )
+    def lengths(self) -> str:
+        """In words."""
+        shared = f" after {self.shared_prefix} shared ones" if self.shared_prefix else ""
+        return f"prompts {self.prompt.sentence()}{shared}, outputs {self.output.sentence()}"
+
+    def arrivals(self) -> str:
+        """In words."""
+        return f"{self.rate:.3g} requests/s with burstiness {self.burstiness:.2f}"
 
 
 def workload_from_trace(trace: Trace) -> Workload:

@@ -23,7 +23,7 @@ from pipeline.tune.search import Sample
 from plugins.errors import KilnError
 
 _POLL = 0.02
-_LEAST_COMPLETIONS = 4
+_LEAST_COMPLETIONS = 2
 """Whole requests, at least, and at least one for each place, that a measurement sees."""
 
 

@@ -37,7 +37,6 @@ def json_from_tuning(tuning: Tuning, written: EngineBundle | None) -> str:
         "sha256": tuning.bundle.sha256,
         "seconds": tuning.seconds,
         "efficiency_is": FORMULA,
-        "falls": tuning.falls,
         "block_size": tuning.chosen.setting.block_size,
         **tuning.serving_record().model_dump(),
         "remarks": list(tuning.remarks),
@@ -47,23 +46,26 @@ def json_from_tuning(tuning: Tuning, written: EngineBundle | None) -> str:
 
 
 def _columns(tuning: Tuning) -> tuple[str, ...]:
-    more = ("first token P99", "inter-token P99") if tuning.bundle.manifest.decoder is not None else ()
+    is_decoder = tuning.bundle.manifest.decoder is not None
+    settings, more = (("step", "block"), ("first token", "inter-token")) if is_decoder else ((), ())
     goodput = ("goodput",) if tuning.config.limits else ()
-    return ("setting", "requests/s", "± noise", "latency, s", "efficiency", *more, *goodput)
+    return ("batch", *settings, "requests/s", "noise", "latency", "efficiency", *more, *goodput)
 
 
 def _row(tuning: Tuning, point: Point) -> tuple[str, ...]:
     def text(value: float | None) -> str:
         return "-" if value is None else f"{value:.3g}"
 
+    setting, is_decoder = point.setting, tuning.bundle.manifest.decoder is not None
     more = (point.median_of("first_token"), point.median_of("inter_token"))
     return (
-        f"{point.setting}{' (chosen)' if point is tuning.chosen else ''}",
-        f"{point.rate:.3g}",
-        f"{point.noise:.0%}" if len(point.samples) > 1 else "measured once",
-        f"{point.latency:.3g}",
+        f"{'chosen: ' if point is tuning.chosen else ''}{setting.batch}",
+        *((str(setting.tokens_per_step), str(setting.block_size)) if is_decoder else ()),
+        text(point.rate),
+        f"{point.noise:.0%}" if len(point.samples) > 1 else "once",
+        text(point.latency),
         f"{tuning.efficiency(point):.2f}",
-        *(map(text, more) if tuning.bundle.manifest.decoder is not None else ()),
+        *(map(text, more) if is_decoder else ()),
         *((text(point.median_of("goodput")),) if tuning.config.limits else ()),
     )
 
@@ -75,7 +77,7 @@ def table_from_tuning(tuning: Tuning) -> RenderableType:
         table.add_column(heading, justify="right" if place else "left")
     for point in tuning.points:
         table.add_row(*_row(tuning, point))
-    return Group(table, f"Efficiency is {FORMULA}.", *sentences(tuning))
+    return Group(table, f"Times are seconds, P99 for tokens. Efficiency is {FORMULA}.", *sentences(tuning))
 
 
 def html_from_tuning(tuning: Tuning) -> str:

@@ -126,6 +126,7 @@ class Tuning:
             objective=self.config.objective,
             slo=self.config.limits,
             knee=self.knee,
+            falls=self.falls,
             workload=self.workload,
             machine=machine_description(),
             threads=self.threads,
