@@ -221,7 +221,7 @@ def remarks(report: LoadReport) -> list[str]:
     found = [f"{error.count} failed, {error.kind}: {error.example}" for error in report.errors]
     if report.interrupted:
         found.append(
-            f"Interrupted: {report.unfinished} requests were still running, the rest of the trace was not sent."
+            f"Interrupted while {report.unfinished} requests were running; the rest of the trace was not sent."
         )
     if report.miscounted_prompts:
         found.append(f"{report.miscounted_prompts} prompts had another number of tokens for the server than were sent.")

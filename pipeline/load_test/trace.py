@@ -276,7 +276,12 @@ def _requests_from_csv(path: Path, numbered: Sequence[tuple[int, str]]) -> list[
 
 
 def adapted(
-    trace: Trace, *, limit: int | None, speed: float, most_prompt: int | None, most_output: int | None
+    trace: Trace,
+    *,
+    limit: int | None = None,
+    speed: float = 1.0,
+    most_prompt: int | None = None,
+    most_output: int | None = None,
 ) -> Trace:
     """The first `limit` requests, `speed` times as fast, random prompts and outputs cut to so many tokens."""
     for name, value in (("limit", limit), ("longest prompt", most_prompt), ("longest output", most_output)):
