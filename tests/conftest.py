@@ -46,3 +46,10 @@ def smollm2_bundle(tmp_path_factory: pytest.TempPathFactory) -> EngineBundle:
     """SmolLM2-135M-Instruct in FP32, built for this CPU."""
     out = tmp_path_factory.mktemp("bundles") / "smollm2"
     return build("smollm2", ["cpu"], BuildConfig(out=out), Progress())[0].bundle
+
+
+@pytest.fixture(scope="session")
+def minilm_bundle(tmp_path_factory: pytest.TempPathFactory) -> EngineBundle:
+    """all-MiniLM-L6-v2, an encoder of sentences, in FP32, built for this CPU."""
+    out = tmp_path_factory.mktemp("bundles") / "minilm"
+    return build("minilm", ["cpu"], BuildConfig(out=out), Progress())[0].bundle

@@ -227,9 +227,8 @@ def test_rotation_that_depends_on_the_length_is_not_built_wrong(silent, tmp_path
 
 
 @pytest.mark.slow
-def test_minilm_encodes_as_torch_does(silent, tmp_path):
-    built = build("minilm", ["cpu"], BuildConfig(out=tmp_path / "minilm"), silent)[0]
-    manifest = built.bundle.manifest
+def test_minilm_encodes_as_torch_does(minilm_bundle):
+    manifest = minilm_bundle.manifest
     assert manifest.decoder is None
     assert manifest.model.architecture == "BertModel"
     assert [tensor.name for tensor in manifest.inputs] == ["input_ids", "attention_mask", "token_type_ids"]
@@ -239,7 +238,7 @@ def test_minilm_encodes_as_torch_does(silent, tmp_path):
     feeds = dict(model.tokenizer(texts, padding=True, return_tensors="np"))
     with torch.inference_mode():
         expected = model.module(**{name: torch.from_numpy(value) for name, value in feeds.items()})
-    with Engine.open(built.bundle.path) as engine:
+    with Engine.open(minilm_bundle.path) as engine:
         found = engine.infer(feeds)
     np.testing.assert_allclose(found["last_hidden_state"], expected.last_hidden_state.numpy(), atol=2e-5)
     mask = feeds["attention_mask"][..., None]
