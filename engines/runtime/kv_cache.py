@@ -4,6 +4,7 @@ Two kinds: `PagedKv` shares and moves blocks, `RingKv` gives every running seque
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from engines.runtime.block_pool import BlockHash
@@ -11,6 +12,17 @@ from engines.runtime.sequence import Sequence as Running
 
 Move = tuple[int, int]
 """Copy a block's content, (from, to). Block numbers from the cache's `num_blocks` on are in host memory."""
+
+
+@dataclass
+class KvStatistics:
+    """Counted since the start, in sequences, tokens and blocks."""
+
+    prefix_lookups: int = 0
+    prefix_hits: int = 0
+    prefix_saved_tokens: int = 0
+    copied_blocks: int = 0
+    swapped_blocks: int = 0
 
 
 class KvCache(Protocol):
@@ -21,6 +33,7 @@ class KvCache(Protocol):
     """
 
     block_size: int
+    statistics: "KvStatistics"
 
     @property
     def free(self) -> int:

@@ -3,10 +3,11 @@
 Seconds and tokens. The worker observes; gauges are read when somebody asks. `families` can be sent to another process.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -40,6 +41,10 @@ class EngineMetrics:
         gauge = Gauge(f"kiln_{name}", help_text, ["model"], registry=self.registry)
         gauge.labels(self._model).set_function(read)
 
+    def counter(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """A count that somebody else keeps, read like a gauge."""
+        self.registry.register(_Count(f"kiln_{name}", help_text, self._model, read))
+
     def families(self) -> list[Metric]:
         """A snapshot of everything."""
         return list(self.registry.collect())
@@ -54,3 +59,13 @@ class EngineMetrics:
 
     def _counter(self, name: str, help_text: str) -> Counter:
         return Counter(f"kiln_{name}", help_text, ["model"], registry=self.registry).labels(self._model)
+
+
+class _Count(Collector):
+    def __init__(self, name: str, help_text: str, model: str, read: Callable[[], float]) -> None:
+        self._name, self._help, self._model, self._read = name, help_text, model, read
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._help, labels=["model"])
+        family.add_metric([self._model], self._read())
+        yield family

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable
 
 from engines.runtime.block_pool import BlockHash, BlockPool
-from engines.runtime.kv_cache import Move
+from engines.runtime.kv_cache import KvStatistics, Move
 from engines.runtime.prefix_cache import PrefixCache
 from engines.runtime.sequence import Sequence, blocks_for
 from plugins.errors import KilnError
@@ -23,10 +23,9 @@ class PagedKv:
     def __init__(self, blocks: int, block_size: int, *, host_blocks: int = 0, share_prefixes: bool = True) -> None:
         self.pool = BlockPool(blocks)
         self.block_size = block_size
+        self.statistics = KvStatistics()
         self.prefixes = PrefixCache(self.pool, block_size, share_prefixes)
         self.host = BlockPool(host_blocks) if host_blocks else None
-        self.copied_blocks = 0
-        self.swapped_blocks = 0
         self._moves: list[Move] = []
 
     @property
@@ -67,8 +66,11 @@ class PagedKv:
         wanted = blocks_for(len(sequence.token_ids), self.block_size)
         if wanted - self.prefixes.known_blocks(sequence) + int(spare * self.total) > self.pool.available:
             return False
-        self.prefixes.attach(sequence)
+        saved = self.prefixes.attach(sequence)
         shared = len(sequence.blocks)
+        self.statistics.prefix_lookups += self.prefixes.enabled
+        self.statistics.prefix_hits += saved > 0
+        self.statistics.prefix_saved_tokens += saved
         blocks = self.pool.allocate(wanted - shared)
         assert blocks is not None, "taking cached blocks took more than counted"
         sequence.blocks.extend(blocks)
@@ -88,7 +90,7 @@ class PagedKv:
             self._moves.append((sequence.blocks[last], blocks[0]))
             self.pool.release([sequence.blocks[last]])
             sequence.blocks[last] = blocks.pop(0)
-            self.copied_blocks += 1
+            self.statistics.copied_blocks += 1
         sequence.blocks.extend(blocks)
         return True
 
@@ -145,7 +147,7 @@ class PagedKv:
         self._moves.extend(zip(sequence.blocks, (self.total + block for block in blocks), strict=False))
         sequence.host_blocks = array("i", blocks)
         sequence.saved = sequence.computed
-        self.swapped_blocks += used
+        self.statistics.swapped_blocks += used
 
     def _swap_in(self, sequence: Sequence, shared: int) -> None:
         """Bring back what is in host memory and is not among the first `shared` blocks."""

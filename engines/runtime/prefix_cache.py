@@ -7,19 +7,9 @@ that collide would mix up answers, so it is a cryptographic hash. Only full bloc
 
 import hashlib
 from array import array
-from dataclasses import dataclass
 
 from engines.runtime.block_pool import BlockHash, BlockPool
 from engines.runtime.sequence import Sequence
-
-
-@dataclass
-class PrefixStatistics:
-    """Counted at admission: lookups and hits in sequences, `saved_tokens` in tokens that need no computing."""
-
-    lookups: int = 0
-    hits: int = 0
-    saved_tokens: int = 0
 
 
 def salt_of_tenant(tenant: str) -> bytes:
@@ -34,7 +24,6 @@ class PrefixCache:
         self.pool = pool
         self.block_size = block_size
         self.enabled = enabled
-        self.statistics = PrefixStatistics()
 
     def known_blocks(self, sequence: Sequence) -> int:
         """Leading blocks of a sequence that are known and held by others, so that taking them takes none away."""
@@ -61,9 +50,6 @@ class PrefixCache:
         blocks = self.pool.take(self._reusable(sequence))
         sequence.blocks = array("i", blocks)
         sequence.computed = len(blocks) * self.block_size
-        self.statistics.lookups += 1
-        self.statistics.hits += bool(blocks)
-        self.statistics.saved_tokens += sequence.computed
         return sequence.computed
 
     def publish(self, sequence: Sequence, before: int) -> None:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable
 
 from engines.runtime.block_pool import BlockHash
-from engines.runtime.kv_cache import Move
+from engines.runtime.kv_cache import KvStatistics, Move
 from engines.runtime.sequence import Sequence, blocks_for
 from plugins.errors import KilnError
 
@@ -28,6 +28,7 @@ class RingKv:
         if window < 1:
             raise KilnError(f"the window is {window}; expected at least 1 token")
         self.block_size = block_size
+        self.statistics = KvStatistics()
         self._ring = ring_blocks(window, tokens_per_step, block_size)
         logical = blocks_for(max_context, block_size)
         self._tables = [

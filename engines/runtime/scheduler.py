@@ -144,6 +144,13 @@ class Scheduler:
         return tuple(self._running.values())
 
     @property
+    def running_count(self) -> int:
+        return len(self._running)
+
+    def waiting_count(self, lane: Lane) -> int:
+        return len(self._waiting[lane])
+
+    @property
     def has_work(self) -> bool:
         return bool(self._running or any(self._waiting.values()))
 

@@ -11,6 +11,7 @@ log-probabilities, waking readers. What decides how to go on (the token, its end
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import zip_longest
 
 import numpy as np
@@ -24,7 +25,16 @@ from engines.runtime.packing import step_inputs_from_batch
 from engines.runtime.request import FinishReason
 from engines.runtime.sampler import choose
 from engines.runtime.scheduler import Batch, Chunk, Scheduler, SchedulerConfig
+from engines.runtime.sequence import LANES
 from plugins.errors import KilnError
+
+_KV_COUNTS = {
+    "prefix_lookups": "Sequences that asked for a known beginning",
+    "prefix_hits": "Sequences that found one",
+    "prefix_saved_tokens": "Tokens that needed no computing because of that",
+    "copied_blocks": "Blocks copied because two sequences shared them and one wrote",
+    "swapped_blocks": "Blocks taken to host memory",
+}
 
 
 class DecodeWorker:
@@ -52,6 +62,7 @@ class DecodeWorker:
         self._next_id = 0
         self._closing = False
         self._failure: BaseException | None = None
+        self._expose(metrics)
         self._thread = threading.Thread(target=self._run, name="kiln-decode", daemon=True)
         self._thread.start()
 
@@ -89,6 +100,21 @@ class DecodeWorker:
             self._changed.notify()
         if threading.current_thread() is not self._thread:  # a finalizer may run on the worker itself
             self._thread.join()
+
+    def _expose(self, metrics: EngineMetrics) -> None:
+        """Let others read the state of scheduler and cache; single numbers, so any thread may."""
+        scheduler, kv = self.scheduler, self.kv
+        metrics.gauge("running", "Sequences that run", lambda: scheduler.running_count)
+        for lane in LANES:
+            metrics.gauge(
+                f"waiting_{lane}", f"Sequences that wait in the {lane} lane", partial(scheduler.waiting_count, lane)
+            )
+        metrics.gauge("blocks_free", "Cache blocks without content", lambda: kv.free)
+        metrics.gauge("blocks_cached", "Cache blocks that nobody holds, with known content", lambda: kv.cached)
+        metrics.gauge("blocks_held", "Cache blocks that sequences hold", lambda: kv.held)
+        metrics.counter("preemptions", "Sequences that gave way", lambda: scheduler.preemptions)
+        for name, help_text in _KV_COUNTS.items():
+            metrics.counter(name, help_text, partial(getattr, kv.statistics, name))
 
     def _run(self) -> None:
         try:

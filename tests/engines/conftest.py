@@ -7,7 +7,7 @@ import queue
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,7 +94,7 @@ class FakeBackend:
         self.closed = True
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fake_backend() -> Callable[..., FakeBackend]:
     return FakeBackend
 
@@ -181,12 +181,14 @@ class TinyModel:
         opsets = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
         onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
 
-    def logits(self, token_ids: list[int]) -> np.ndarray:
-        """The same model in float64 NumPy without a cache: [tokens, vocabulary]."""
+    def logits(self, token_ids: list[int], window: int | None = None) -> np.ndarray:
+        """The same model in float64 NumPy without a cache: [tokens, vocabulary]; each token sees `window` ones."""
         weights = {name: weight.astype(np.float64) for name, weight in self.weights.items()}
         count, group = len(token_ids), self.heads // self.kv_heads
         hidden = weights["embedding"][token_ids] + weights["positions"][:count]
         mask = np.triu(np.full((count, count), -np.inf), 1)
+        if window is not None:
+            mask += np.tril(np.full((count, count), -np.inf), -window)
         for layer in range(2):
             q = (hidden @ weights[f"q{layer}"]).reshape(count, self.heads, self.head_dim)
             k, v = (
@@ -350,10 +352,9 @@ class Served:
         assert not self.thread.is_alive()
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Callable[..., Served]]:
-    """Serves engines over HTTP until the module's tests are done: `served({name: engine}, config, keys)`."""
-    running = []
+@contextmanager
+def servers() -> Iterator[Callable[..., Served]]:
+    running: list[Served] = []
 
     def make(engines, config=None, keys=None) -> Served:
         running.append(Served(engines, config, keys))
@@ -365,3 +366,17 @@ def served() -> Iterator[Callable[..., Served]]:
             server.end()
     for server in running:
         server.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[..., Served]]:
+    """Serves engines over HTTP: `served({name: engine}, config, keys)`."""
+    with servers() as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def served_on() -> Iterator[Callable[..., Served]]:
+    """As `served`, until the module's tests are done; the log lines of several such servers mix."""
+    with servers() as make:
+        yield make

@@ -162,8 +162,8 @@ def test_a_known_prefix_is_not_computed_again_and_not_across_tenants():
         batch = scheduler.schedule(0.0)
         assert [(chunk.start, chunk.length) for chunk in batch] == [(8, 4) if number == 1 else (0, 12)]
         run_step(scheduler)
-    statistics = scheduler.kv.prefixes.statistics
-    assert (statistics.lookups, statistics.hits, statistics.saved_tokens) == (3, 1, 8)
+    statistics = scheduler.kv.statistics
+    assert (statistics.prefix_lookups, statistics.prefix_hits, statistics.prefix_saved_tokens) == (3, 1, 8)
 
 
 def test_of_a_prompt_that_is_known_as_a_whole_its_last_block_is_computed():
@@ -276,7 +276,7 @@ def test_a_forked_sequence_writes_to_a_copy_of_the_block_that_both_have_begun():
     copy = next(block for block in (child.blocks[1], parent.blocks[1]) if block != before)
     assert scheduler.kv.take_moves() == [(before, copy)]
     assert scheduler.kv.take_moves() == []
-    assert scheduler.kv.copied_blocks == 1
+    assert scheduler.kv.statistics.copied_blocks == 1
 
 
 def test_a_fork_without_a_place_waits_and_loses_nothing():
@@ -295,7 +295,7 @@ def test_a_fork_without_a_place_waits_and_loses_nothing():
     assert [s.id for s in finished] == [0, 1, 5]
     assert child.token_ids[:6].tolist() == [1, 2, 3, 4, 5, 50]
     assert child.generated == 3
-    assert scheduler.kv.prefixes.statistics.saved_tokens == 4
+    assert scheduler.kv.statistics.prefix_saved_tokens == 4
 
 
 def test_a_block_whose_content_became_known_is_copied_before_a_fork_writes_to_it():
