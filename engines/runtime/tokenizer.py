@@ -5,6 +5,7 @@ Streaming text never holds half a character: bytes wait until the token that com
 """
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ _UNKNOWN_LENGTH = 10**9
 """transformers gives 10**30 for a length that it does not know."""
 _CONTEXT_TOKENS = 8
 """Prompt tokens that the streaming decoder sees first, so that it knows whether a leading space belongs to the text."""
+_LOADING = threading.Lock()
+"""transformers imports its parts where they are first named, which fails when two threads do it together."""
 
 
 class Tokenizer:
@@ -24,14 +27,7 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise KilnError(f"{folder} is not a folder; expected a tokenizer saved by save_pretrained")
-        with _without_import_advice():
-            from transformers import AutoTokenizer
-        try:
-            loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # transformers raises many types for a damaged folder
-            raise KilnError(
-                f"cannot load the tokenizer in {folder}: {first_line(error)}; rebuild the bundle"
-            ) from error
+        loaded = _load(folder)
         core = getattr(loaded, "backend_tokenizer", None)
         if core is None:
             raise KilnError(
@@ -165,6 +161,18 @@ class StopMatcher:
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return length
         return 0
+
+
+def _load(folder: Path) -> Any:
+    with _LOADING:
+        with _without_import_advice():
+            from transformers import AutoTokenizer
+        try:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # transformers raises many types for a damaged folder
+            raise KilnError(
+                f"cannot load the tokenizer in {folder}: {first_line(error)}; rebuild the bundle"
+            ) from error
 
 
 def _decoder(context: list[int]) -> Any:
