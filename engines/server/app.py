@@ -99,7 +99,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     message = "; or ".join(dict.fromkeys(same))
     if problems[0]["type"] == "extra_forbidden":
         message = "unknown field; remove it, or see /openapi.json for the fields that are served"
-    elif problems[0]["type"] == "model_attributes_type":
+    elif not where:
         message = "the body is no JSON object; send one, with the header Content-Type: application/json"
     param = ".".join(where)[:100] if len(same) == 1 else field and field[:100]
     text = f"{param}: {message}" if param else message

@@ -93,6 +93,7 @@ class _Body:
         self._limit = limit
         self._headers = dict(scope["headers"])
         self._more = scope["method"] == "POST"
+        self._late = False
 
     async def read(self, seconds: float) -> bytes:
         """All of it. Raises ApiError 408 and 413, and _ClientGoneError."""
@@ -106,12 +107,14 @@ class _Body:
                     if len(content) > self._limit:
                         raise self._too_large()
         except TimeoutError as error:
+            self._late = True
             raise ApiError(408, f"the body was not whole after {seconds:g} s; send it faster") from error
         return bytes(content)
 
     async def discard(self) -> bool:
         """Read on without keeping anything, within reason; whether that reached the end."""
-        left = 0 if b"expect" in self._headers or self._declared > 2 * self._limit else 2 * self._limit
+        hopeless = self._late or b"expect" in self._headers or self._declared > 2 * self._limit
+        left = 0 if hopeless else 2 * self._limit
         with suppress(TimeoutError):
             async with asyncio.timeout(_DISCARD_SECONDS):
                 while self._more and left > 0:

@@ -37,8 +37,8 @@ def chat_tokenizer(tiny_bundle, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(engine, chat_tokenizer, recorded_engine, served):
-    return served({"tiny": recorded_engine(engine, chat_tokenizer)})
+def server(engine, chat_tokenizer, recorded_engine, served_on):
+    return served_on({"tiny": recorded_engine(engine, chat_tokenizer)})
 
 
 @pytest.fixture
@@ -307,10 +307,10 @@ class ScriptedEngine:
 
 
 @pytest.fixture
-def scripted(engine, chat_tokenizer, served):
+def scripted(engine, chat_tokenizer, served_on):
     def make(*script):
         scripted = ScriptedEngine(replace(engine.info, tokenizer=str(chat_tokenizer)), *script)
-        client = openai.OpenAI(base_url=f"{served({'tiny': scripted}).url}/v1", api_key="none", max_retries=0)
+        client = openai.OpenAI(base_url=f"{served_on({'tiny': scripted}).url}/v1", api_key="none", max_retries=0)
         return scripted, client
 
     return make
@@ -381,8 +381,8 @@ def test_failures_have_a_status_or_end_the_stream_with_an_error(scripted, ending
     assert "secret" not in data
 
 
-def test_models_that_generate_nothing_say_so(served, twice_bundle):
+def test_models_that_generate_nothing_say_so(served_on, twice_bundle):
     with Engine.open(twice_bundle.path) as engine:
-        client = openai.OpenAI(base_url=f"{served({'twice': LocalEngine(engine)}).url}/v1", api_key="none")
+        client = openai.OpenAI(base_url=f"{served_on({'twice': LocalEngine(engine)}).url}/v1", api_key="none")
         with pytest.raises(openai.BadRequestError, match="twice generates no text; use /v1/embeddings or /v2/models"):
             client.completions.create(model="twice", prompt="A")
