@@ -137,9 +137,9 @@ function note(chart) {
 // ---- one model ---------------------------------------------------------------------------------------------------
 
 const LATENCIES = {
-  decoder: [["queue", "arrival – first step"], ["first_token", "arrival – first token"],
-            ["inter_token", "token – next token"], ["request", "arrival – end"]],
-  model: [["queue", "arrival – batch"], ["step", "one batch"], ["request", "arrival – end"]],
+  decoder: [["queue", "Arrival to first step"], ["first_token", "Arrival to first token"],
+            ["inter_token", "Token to next token"], ["request", "Arrival to end"]],
+  model: [["queue", "Arrival to batch"], ["step", "One batch"], ["request", "Arrival to end"]],
 };
 
 function makeCard(model) {
