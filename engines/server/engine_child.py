@@ -68,10 +68,12 @@ class EngineChild:
         """Returns when the parent has closed its end, or is no more."""
         self._sender.start()
         threading.Thread(target=self._work, name="kiln-answer", daemon=True).start()
-        with self._connection.makefile("rb") as file:
-            for message in messages_from_file(cast(BinaryIO, file)):
-                self._inbox.put(message)
-        self._end()
+        try:
+            with self._connection.makefile("rb") as file:
+                for message in messages_from_file(cast(BinaryIO, file)):
+                    self._inbox.put(message)
+        finally:
+            self._end()
 
     def _work(self) -> None:
         while True:
@@ -174,23 +176,27 @@ class EngineChild:
             os._exit(1)
 
     def _end(self) -> None:
-        """Give what is outstanding its outcome, and tell the parent if it is there."""
+        """Give what is outstanding its outcome, and tell the parent if it is there; but take no longer than allowed."""
         limit = threading.Timer(self._close_seconds, os._exit, (1,))
         limit.daemon = True
         limit.start()
-        if self._engine is None:
-            os._exit(1)  # opening cannot be interrupted otherwise
-        self._engine.close()
-        self._outbox.put(None)
-        self._sender.join()
+        if self._engine is not None:  # else it is being opened, which nothing but leaving can interrupt
+            self._engine.close()
+            self._outbox.put(None)
+            self._sender.join()
 
 
 def main(descriptor: int) -> None:
+    """Leaves without the interpreter's own end, which would wait for whatever a thread of a library still does."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
-    with socket.socket(fileno=descriptor) as connection:
-        EngineChild(connection).run()
+    try:
+        EngineChild(socket.socket(fileno=descriptor)).run()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -126,12 +126,17 @@ def frame(messages: Sequence[Message]) -> bytes:
 
 def messages_from_file(file: BinaryIO) -> Iterator[Message]:
     """Messages as they come, until the other end closes or dies, be it in the middle of one."""
-    while len(header := file.read(LENGTH.size)) == LENGTH.size:
-        (length,) = LENGTH.unpack(header)
-        body = file.read(length)
-        if len(body) < length:
-            return
+    while (header := _read(file, LENGTH.size)) and (body := _read(file, *LENGTH.unpack(header))):
         yield from pickle.loads(body)
+
+
+def _read(file: BinaryIO, length: int) -> bytes | None:
+    """So many bytes, or None when there are fewer: a socket that dies with something unread says so by an error."""
+    try:
+        read = file.read(length)
+    except ConnectionError:
+        return None
+    return read if len(read) == length else None
 
 
 def portable(error: BaseException) -> Exception:
