@@ -28,7 +28,7 @@ def build_command(out: Path) -> None:
         shlex.quote(str(built.library.parent.resolve())),
     )
     print(
-        f"\nCompile with:\n  PKG_CONFIG_PATH={folder} \\\n"
-        f"    cc {shlex.quote(str(HEADER.parent / 'examples' / 'chat.c'))} $(pkg-config --cflags --libs kiln) "
+        f"\nCompile with:\n  export PKG_CONFIG_PATH={folder}\n"
+        f"  cc {shlex.quote(str(HEADER.parent / 'examples' / 'chat.c'))} $(pkg-config --cflags --libs kiln) "
         f"-Wl,-rpath,{libraries} -o chat"
     )

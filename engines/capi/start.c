@@ -5,6 +5,7 @@
  */
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static pthread_mutex_t start_lock = PTHREAD_MUTEX_INITIALIZER; /* guards all but `ready` */
@@ -38,7 +39,8 @@ static PyStatus initialize_python(const char *executable) {
 static kiln_status *start_python(const char *executable) {
   if (cannot_start != NULL) return failure(KILN_NO_PYTHON, "%s", cannot_start);
   if (executable == NULL) executable = KILN_PYTHON;
-  if (access(executable, X_OK) != 0)
+  struct stat file;
+  if (stat(executable, &file) != 0 || !S_ISREG(file.st_mode) || access(executable, X_OK) != 0)
     return failure(KILN_NO_PYTHON,
                    "%s is no program that can be run; give in python_executable the Python " KILN_PYTHON_VERSION
                    " of the environment that Kiln is installed in",

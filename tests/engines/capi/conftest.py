@@ -12,6 +12,7 @@ from urllib.parse import quote_from_bytes, unquote_to_bytes
 import numpy as np
 import pytest
 
+from engines.bundle import EngineBundle
 from engines.capi.build import build
 from engines.capi.client import CApiError, Code, Library
 from engines.capi.convert import FINISH, GUIDANCE, LANES
@@ -186,6 +187,13 @@ def capi(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("capi")
     build(out)
     return out
+
+
+@pytest.fixture(scope="session")
+def bare_bundle(make_bundle, tiny_model, cpu_plugin) -> EngineBundle:
+    """The tiny serving graph without a tokenizer, which takes most of the time to open in a new process."""
+    model = tiny_model()
+    return make_bundle(model.path, model.decoder, cpu_plugin)
 
 
 @pytest.fixture(scope="session")
