@@ -25,6 +25,7 @@ from pipeline.cli_compare import compare_command
 from pipeline.cli_load import load_command
 from pipeline.cli_optimize import optimize_command, pass_options, switches_from_options
 from pipeline.cli_run import run_bundle_command
+from pipeline.cli_serve import serve_command
 from pipeline.cli_tune import tune_command
 from pipeline.config import PRECISIONS, BuildConfig
 from pipeline.forecast import size
@@ -161,6 +162,7 @@ kiln_group.add_command(compare_command)
 kiln_group.add_command(bench_command)
 kiln_group.add_command(capi_group)
 kiln_group.add_command(load_command)
+kiln_group.add_command(serve_command)
 kiln_group.add_command(tune_command)
 
 

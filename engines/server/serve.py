@@ -18,6 +18,7 @@ from engines.server.auth import KeyRing
 from engines.server.config import ServerConfig
 from engines.server.connection import protocol_with_limits
 from engines.server.context import ServerContext
+from engines.server.encoder import EmbeddingConfig
 from engines.server.served import ServedEngine
 from plugins.errors import KilnError
 
@@ -32,20 +33,22 @@ async def serve(
     listener: socket.socket,
     config: ServerConfig,
     keys: KeyRing | None = None,
+    embeddings: Mapping[str, EmbeddingConfig] | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve engines, which stay the caller's, on a bound socket until a signal comes."""
-    await server_for(engines, config, keys, on_ready).serve([listener])
+    await server_for(engines, config, keys, embeddings, on_ready).serve([listener])
 
 
 def server_for(
     engines: Mapping[str, ServedEngine],
     config: ServerConfig,
     keys: KeyRing | None = None,
+    embeddings: Mapping[str, EmbeddingConfig] | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> "DrainingServer":
     """A server that is not started yet."""
-    app = create_app(engines, config, keys)
+    app = create_app(engines, config, keys, embeddings)
     settings = uvicorn.Config(
         app,
         http=protocol_with_limits(config),

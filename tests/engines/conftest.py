@@ -336,7 +336,7 @@ class Served:
         ready = threading.Event()
         listener = bind("127.0.0.1", 0)
         self.url, self.port = url_of(listener), listener.getsockname()[1]
-        self.server = server_for(engines, config or ServerConfig(), keys, ready.set)
+        self.server = server_for(engines, config or ServerConfig(), keys, on_ready=ready.set)
         self.context = self.server.context
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([listener])))
         self.thread.start()
