@@ -27,12 +27,13 @@ from plugins.errors import KilnError
 class BatchingConfig:
     """How requests to a model without a KV cache share it. Raises KilnError for values without a meaning."""
 
-    max_batch: int = 32
+    max_batch: int = 16
     """Rows of one batch, which an interactive request may have to wait for; 1: no batching."""
     max_wait: float = 0.002
     """Seconds that a request may wait for company while the engine is free."""
-    buckets: tuple[int, ...] = tuple(2**power for power in range(4, 16))
-    """Lengths of token sequences: those between the same two share a batch, padded to the longest of them."""
+    buckets: tuple[int, ...] = tuple(sorted(half << power for power in range(2, 14) for half in (2, 3)))
+    """Lengths of token sequences: those between the same two share a batch, padded to the longest of them. By default
+    8, 12, 16, 24, 32, 48 and so on, so that above 8 at most a third of a row is padding."""
     tokens_per_batch: int = 4096
     """Rows times the upper end of the bucket, at most, for a batch of token sequences; one row always runs."""
     interactive_share: float = 0.8
