@@ -7,7 +7,7 @@ added between two snapshots; one that fell has started again with its engine, an
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
@@ -23,12 +23,13 @@ _TOTALS = (
     "prompt_tokens",
     "generated_tokens",
     "preemptions",
-    "restarts",
+    "engine_restarts",
     "prefix_lookups",
     "prefix_hits",
     "prefix_saved_tokens",
     "drafted_tokens",
     "accepted_tokens",
+    "swapped_blocks",
 )
 
 Buckets = tuple[tuple[float, float], ...]
@@ -126,17 +127,18 @@ class LoadHistory:
 
     def __init__(self) -> None:
         self._last: Reading | None = None
-        self._last_time: float | None = None
         self._seconds: deque[_Second] = deque(maxlen=WINDOW)
 
     def add(self, time: float, families: Sequence[Metric]) -> None:
-        """Take a snapshot, an empty one while the engine is away."""
-        reading = reading_from_families(time, families) if families else None
-        if self._last_time is not None and time > self._last_time:
-            added = None if reading is None else _added(self._last or Reading(time), reading)
-            self._seconds.append(_Second(time - self._last_time, added))
-        self._last_time = time
-        self._last = reading or self._last
+        """Take a snapshot; one without histograms is of an engine that is away, and at most its supervisor's."""
+        reading = reading_from_families(time, families)
+        away = not reading.histograms
+        last = self._last or reading
+        if self._last is not None and time > last.time:
+            self._seconds.append(_Second(time - last.time, None if away else _added(last, reading)))
+        self._last = reading
+        if away:  # what it had counted before is what comes next is compared with
+            self._last = replace(last, time=time, gauges=reading.gauges, counters={**last.counters, **reading.counters})
 
     def figures(self) -> dict[str, Any]:
         """Everything the page shows of this engine, JSON-ready; None stands for what is not known."""

@@ -11,18 +11,15 @@ from collections.abc import Iterable, Sequence
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engines.server.context import Context
 from engines.server.served import ServedEngine
-from plugins.errors import KilnError
 
 _CLIENT_GONE = 499
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-_ANSWER_SECONDS = 5.0
-"""An engine that takes longer to give its figures is left out, so that those of the others are seen."""
 
 
 class HttpMetrics:
@@ -91,8 +88,7 @@ def metrics_router(http: HttpMetrics) -> APIRouter:
     @router.get("/metrics", response_class=Response)
     async def metrics(request: Request, context: Context) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        snapshots = await snapshots_of(context.engines.values())
-        families = merged([*snapshots, [_ready(context.engines.values())], http.families()])
+        families = merged([*await snapshots_of(context.engines.values()), http.families()])
         text = await asyncio.to_thread(encode, _Families(families))
         return Response(text, headers={"Content-Type": content_type})
 
@@ -100,8 +96,8 @@ def metrics_router(http: HttpMetrics) -> APIRouter:
 
 
 async def snapshots_of(engines: Iterable[ServedEngine]) -> list[list[Metric]]:
-    """Every engine's families; an empty list for one that is away or does not answer."""
-    return await asyncio.gather(*map(_snapshot, engines))
+    """Every engine's families."""
+    return await asyncio.gather(*(engine.metrics() for engine in engines))
 
 
 def merged(groups: Iterable[Iterable[Metric]]) -> list[Metric]:
@@ -114,21 +110,6 @@ def merged(groups: Iterable[Iterable[Metric]]) -> list[Metric]:
         samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
         families[family.name].samples.extend(samples)
     return list(families.values())
-
-
-async def _snapshot(engine: ServedEngine) -> list[Metric]:
-    try:
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            return await engine.metrics()
-    except (TimeoutError, KilnError):
-        return []
-
-
-def _ready(engines: Iterable[ServedEngine]) -> Metric:
-    family = GaugeMetricFamily("kiln_ready", "Whether the engine takes requests", labels=["model"])
-    for engine in engines:
-        family.add_metric([engine.info.name], float(engine.ready))
-    return family
 
 
 class _Families(Collector):

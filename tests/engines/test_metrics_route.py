@@ -11,12 +11,11 @@ from starlette.testclient import TestClient
 
 from engines.runtime.info import EngineInfo
 from engines.runtime.metrics import EngineMetrics
-from engines.server import metrics_route
 from engines.server.app import create_app
 from engines.server.auth import Caller, KeyRing
 from engines.server.config import ServerConfig
 from engines.server.metrics_route import merged
-from engines.server.served import EngineDiedError, LocalEngine
+from engines.server.served import LocalEngine
 
 
 class Counting:
@@ -69,7 +68,6 @@ def test_a_family_of_several_engines_appears_once_with_the_samples_of_all(client
     assert found["kiln_generated_tokens_total", "model=b"] == 40
     assert found["kiln_first_token_seconds_bucket", "le=0.25", "model=a"] == 1
     assert found["kiln_requests_total", "model=b", "outcome=stop"] == 1
-    assert found["kiln_ready", "model=a"] == 1
     assert found[("process_resident_memory_bytes",)] > 1e6
 
 
@@ -113,23 +111,14 @@ def test_requests_in_flight_and_those_that_fail_are_counted(client, engines):
     assert found[("kiln_http_in_flight",)] == 1
 
 
-def test_an_engine_that_is_away_hides_nobody_elses_figures(client, engines, monkeypatch):
-    async def never():
-        await asyncio.Event().wait()
-
-    async def died():
-        raise EngineDiedError("it is being restarted; send the request again")
-
+def test_an_engine_that_is_away_hides_nobody_elses_figures(client, engines):
     async def nothing():
         return []
 
-    monkeypatch.setattr(metrics_route, "_ANSWER_SECONDS", 0.05)
-    for away in (never, died, nothing):
-        engines["a"].answer, engines["a"].ready = away, False
-        found = samples(client)
-        assert ("kiln_generated_tokens_total", "model=a") not in found
-        assert found["kiln_generated_tokens_total", "model=b"] == 40
-        assert (found["kiln_ready", "model=a"], found["kiln_ready", "model=b"]) == (0, 1)
+    engines["a"].answer = nothing
+    found = samples(client)
+    assert ("kiln_generated_tokens_total", "model=a") not in found
+    assert found["kiln_generated_tokens_total", "model=b"] == 40
 
 
 def test_merging_changes_no_engines_own_families():

@@ -12,6 +12,7 @@ from bisect import bisect_left
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.metrics_core import CounterMetricFamily
 from starlette.testclient import TestClient
 
 from engines.runtime.info import EngineInfo
@@ -107,8 +108,12 @@ def test_an_engine_that_was_away_and_starts_again_counts_from_zero():
     history.add(0.0, counted(metrics, 500, [0.2] * 5))
     history.add(1.0, counted(metrics, 10))
     history.add(2.0, [])
-    history.add(3.0, [])
-    history.add(4.0, counted(EngineMetrics("m"), 8, [0.3] * 2))
+    supervisor = CounterMetricFamily("kiln_engine_restarts", "", labels=["model"])
+    supervisor.add_metric(["m"], 1)
+    history.add(3.0, [supervisor])
+    away = history.figures()
+    assert (away["totals"]["engine_restarts"], away["totals"]["generated_tokens"]) == (1, 510)
+    history.add(4.0, [*counted(EngineMetrics("m"), 8, [0.3] * 2), supervisor])
     figures = history.figures()
     assert figures["history"]["generated_tokens"] == [10, None, None, 8]
     assert figures["latency"]["first_token"]["count"] == 2
@@ -140,7 +145,13 @@ class Scripted:
         }
         for gauge in self.values:
             self.figures.gauge(gauge, gauge, lambda gauge=gauge: self.values[gauge])
-        totals = {"preemptions": 4, "restarts": 1, "prefix_lookups": 0, "prefix_hits": 0, "prefix_saved_tokens": 1234}
+        totals = {
+            "preemptions": 4,
+            "engine_restarts": 1,
+            "prefix_lookups": 0,
+            "prefix_hits": 0,
+            "prefix_saved_tokens": 1234,
+        }
         self.totals = {name: self.figures._counter(name, name) for name in totals}
         for total, value in totals.items():
             self.totals[total].inc(value)
@@ -167,7 +178,7 @@ def test_the_figures_as_json(monkeypatch):
     assert model["now"] == Scripted().values
     assert model["prefix_hit_rate"] == 0.75
     assert model["means"] == {"batch_size": 4, "step_tokens": None}
-    assert (model["totals"]["preemptions"], model["totals"]["restarts"]) == (4, 1)
+    assert (model["totals"]["preemptions"], model["totals"]["engine_restarts"]) == (4, 1)
     assert (status["draining"], status["requests_running"]) == (False, 0)
 
 

@@ -198,7 +198,8 @@ function drawCard({ root, charts }, model) {
     ["Prompt tokens per second", model.kind === "decoder" ? rate(model.per_second.prompt_tokens) : null],
     ["Speculated tokens accepted", known(model.acceptance_rate, percent)],
     ["Preemptions since start", known(totals.preemptions, number)],
-    ["Engine restarts", known(totals.restarts, number)],
+    ["Blocks swapped to host memory", totals.swapped_blocks ? number(totals.swapped_blocks) : null],
+    ["Engine restarts", known(totals.engine_restarts, number)],
     ["Requests ended", outcomes.length ? outcomes.join(", ") : "none yet"],
   ], definition);
 }
