@@ -19,7 +19,7 @@ function time(seconds) {
   if (seconds == null) return NONE;
   if (seconds < 0.01) return `${number(seconds * 1e3, 1)} ms`;
   if (seconds < 1) return `${number(seconds * 1e3)} ms`;
-  return `${number(seconds, seconds < 10 ? 2 : 1)} s`;
+  return `${number(seconds, seconds < 10 ? 2 : seconds < 60 ? 1 : 0)} s`;
 }
 
 function duration(seconds) {
@@ -123,7 +123,7 @@ function note(chart) {
   cursor.setAttribute("visibility", shown ? "visible" : "hidden");
   const text = find(chart.root, ".note");
   if (!shown) {
-    const what = spec.middle ? "median of each second, peak" : "last minute, peak";
+    const what = spec.middle ? "medians per second, peak" : "last minute, peak";
     text.textContent = chart.peak == null ? "nothing in the last minute" : `${what} ${spec.write(chart.peak)}`;
     return;
   }
