@@ -336,7 +336,7 @@ class _Search:
         assert decoder is not None
         if setting.block_size == decoder.kv.block_size:
             return self._bundle.path
-        path = folder / f"blocks-{setting.block_size}"
+        path = folder / f"blocks-{setting.block_size}" / "bundle"  # the folder itself is locked by us
         if not path.exists():
             derive_bundle(self._bundle, path, block_size=setting.block_size)
         return path
