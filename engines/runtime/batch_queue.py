@@ -118,11 +118,11 @@ class BatchQueue:
 
     def due(self, now: float) -> float | None:
         """When the next batch should start if nobody else comes and the engine is free; None when nobody waits."""
-        urgent, patient = self._split(now)
-        if not urgent and not patient:
+        heads = [next(iter(queue.values())) for queue in self._waiting.values() if queue]
+        if not heads:
             return None
-        first = (urgent or patient)[0]
-        oldest = min(group[0].arrival for group in (urgent, patient) if group)
+        first = min(heads, key=lambda head: self._turn(head, now))
+        oldest = min(head.arrival for head in heads)
         settled = first.key is None or first.rows >= first.limit
         if settled or self._rows >= self.config.max_batch or len(self) >= self._expected:
             return oldest
@@ -153,6 +153,10 @@ class BatchQueue:
         self._expected = self._running + len(self)
         self._running = 0
         self._free_since = now
+
+    def _turn(self, request: Waiting, now: float) -> tuple[bool, float]:
+        """What sorts requests by turn."""
+        return request.lane == "batch" and now - request.arrival < self.config.ageing, request.arrival
 
     def _split(self, now: float) -> tuple[list[Waiting], list[Waiting]]:
         """Who waits, in turns: those that go first (interactive or aged), and the rest."""

@@ -116,7 +116,8 @@ class BatchWorker:
             if len(self._deadlines) > 2 * len(self._requests) + 64:
                 self._deadlines = sorted(entry for entry in self._deadlines if entry[1] in self._requests)
             heappush(self._deadlines, (place.deadline, place.number))
-        if self._computing or (self._deadlines and self._deadlines[0][1] == place.number):
+        first_deadline = self._deadlines and self._deadlines[0][1] == place.number
+        if first_deadline or (self._computing and self._queue.rows >= place.limit):
             self._ahead.notify()
 
     def _withdraw(self, request: _Request) -> None:
@@ -191,7 +192,8 @@ class BatchWorker:
             del self._requests[request.place.number]
             self._metrics.finished("cancelled")
         self._computing = True
-        self._ahead.notify()
+        if self._deadlines or len(self._queue):
+            self._ahead.notify()
         usable = joined is not None and joined.places == places and len(batch) == len(places)
         return batch, joined.inputs if joined is not None and usable else None
 
