@@ -103,6 +103,7 @@ class EngineLink:
         self._streams: dict[tuple[int, int], RemoteStream] = {}
         self._verdict: str | None = None
         self._failure: str | None = None
+        self._closing = False
         self._reading = asyncio.create_task(self._read(), name=f"kiln-engine-{process.pid}")
 
     @classmethod
@@ -169,7 +170,8 @@ class EngineLink:
 
     async def close(self, limit: float) -> None:
         """Let the engine end what is outstanding and exit; after `limit` seconds kill it."""
-        if not self._writer.is_closing():
+        if not (self._closing or self._writer.is_closing()):
+            self._closing = True
             self._writer.write_eof()
         try:
             async with asyncio.timeout(limit):
@@ -198,8 +200,8 @@ class EngineLink:
         if self._failure is not None:
             raise EngineDiedError(self._failure)
         future = self._calls[call] = asyncio.get_running_loop().create_future()
-        self._send(Call(call, body))
         try:
+            self._send(Call(call, body))
             return await future
         finally:
             del self._calls[call]
@@ -208,7 +210,7 @@ class EngineLink:
         self._send(Cancel(call, choice))
 
     def _send(self, message: Message) -> None:
-        if not self._writer.is_closing():
+        if not (self._closing or self._writer.is_closing()):  # else the end is near, and is the answer
             self._writer.write(frame([message]))
 
     async def _read(self) -> None:
