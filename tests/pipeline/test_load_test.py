@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from engines.runtime.engine import Engine
 from pipeline.cli_load import load_command
 from pipeline.load_test.page import html_from_report
 from pipeline.load_test.report import Slo, percentiles_of, remarks, report_from_run, table_from_report
@@ -410,13 +411,29 @@ def test_the_page_is_self_contained_and_escaped() -> None:
 # Servers
 
 
-class Server:
-    """A FastAPI application that speaks the OpenAI API as far as a load generator sees it, on real sockets."""
+class Served:
+    """An application on a real socket, in a thread of its own."""
+
+    def __init__(self, app: Any) -> None:
+        import uvicorn
+
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.socket]}, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+
+
+class Server(Served):
+    """Speaks the OpenAI API as far as a load generator sees it, and fails on demand: by the prompt's length."""
 
     KEY = "secret-key"
 
     def __init__(self) -> None:
-        import uvicorn
         from fastapi import FastAPI, Request
         from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -471,15 +488,7 @@ class Server:
 
             return StreamingResponse(stream(), media_type="text/event-stream")
 
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.socket]}, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(20)
+        super().__init__(app)
 
 
 @pytest.fixture
@@ -573,6 +582,39 @@ def test_an_interrupt_of_the_command_prints_what_it_has(server: Server, tmp_path
     assert document["interrupted"]
     assert document["sent"] >= document["unfinished"] >= 1
     assert "Traceback" not in err
+
+
+def test_kilns_own_server_is_loaded(llama_bundle: Path) -> None:
+    for package in ("fastapi", "uvicorn", "httpx"):
+        pytest.importorskip(package)
+    from engines.server.app import create_app
+    from engines.server.served import LocalEngine
+
+    trace = (
+        *Workload(Lengths(30, 0.4), Lengths(5, 0.3), shared_prefix=32).draw(6, 0),
+        TraceRequest(prompt="Hello", output_tokens=3, lane="batch"),
+        TraceRequest(prompt_tokens=9999, output_tokens=3),
+    )
+    with Engine.open(llama_bundle, threads=1) as engine:
+        running = Served(create_app({"llama": LocalEngine(engine)}))
+
+        async def run() -> Run:
+            target = await UrlTarget.connect(running.url, vocabulary=500)
+            try:
+                return await replay(target, trace, LoadConfig(3, warmup=1, timeout=60))
+            finally:
+                await target.close()
+
+        result = asyncio.run(run())
+        running.close()
+        assert engine.free_blocks == engine.info.num_blocks
+    *answered, refused = sorted(result.outcomes, key=lambda each: each.index)
+    for each, asked in zip(answered, trace, strict=False):
+        assert each.answered, each.message
+        assert each.output_tokens == asked.output_tokens
+        assert asked.prompt_tokens in (None, each.prompt_tokens)
+    assert refused.error == "HTTP 400"
+    assert "9999 tokens" in refused.message
 
 
 # Bundles

@@ -367,10 +367,11 @@ def test_a_decoder_is_tuned_and_the_new_bundle_is_served_so(
     )
     trace = Workload(Lengths(20), Lengths(6)).draw(8, 0)
     tuning = tune(llama_bundle, tmp_path / "tuned", trace, "some workload", config, silent)
-    assert [found.setting for found in tuning.batch_points] == [Setting(size, 512, 16) for size in (1, 2, 4)]
+    step = SchedulerConfig().tokens_per_step
+    assert [found.setting for found in tuning.batch_points] == [Setting(size, step, 16) for size in (1, 2, 4)]
     assert all(len(found.samples) == 2 and found.rate > 0 for found in tuning.points)
     batch = tuning.batch_points[-1].setting.batch
-    assert {found.setting.tokens_per_step for found in tuning.points} == {64, 512}
+    assert {found.setting.tokens_per_step for found in tuning.points} == {64, step}
     assert {found.setting.block_size for found in tuning.points} == {8, 16}
     assert tuning.efficiency(tuning.batch_points[0]) == pytest.approx(1.0)
     assert not list(tmp_path.iterdir())  # variants are gone, and nothing is written yet
