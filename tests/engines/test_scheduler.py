@@ -352,3 +352,55 @@ def test_drafts_are_cut_to_the_budget_and_left_out_beside_prompts():
     assert lengths(scheduler.schedule(0.0)) == [(0, 4), (1, 4)]
     scheduler.submit(Sequence(2, [7] * 9, 1))
     assert lengths(scheduler.schedule(0.0)) == [(0, 1), (1, 1), (2, 6)]
+
+
+def moved(moves, content: dict[int, str]) -> dict[int, str]:
+    """Block content after moves, one after the other."""
+    for source, target in moves:
+        content[target] = content.get(source, "")
+    return content
+
+
+def test_a_block_goes_to_the_host_and_becomes_a_copy_in_one_step():
+    """The order of moves matters here: the block is read for its old owner before it is written for the new one."""
+    kv = PagedKv(6, SIZE, host_blocks=4, share_prefixes=False)
+    scheduler = Scheduler(kv, SchedulerConfig(4, 64, headroom=0.0))
+    parent = Sequence(0, [1, 2, 3, 4, 5, 6], 6, arrival=0.0)
+    victim = Sequence(9, list(range(50, 65)), 2, arrival=5.0)
+    for sequence in (parent, victim):
+        scheduler.submit(sequence)
+    batch = scheduler.schedule(0.0)
+    scheduler.advance(batch)
+    child = Sequence(1, parent.token_ids, 6, arrival=1.0)
+    scheduler.fork(parent, child, 70)
+    parent.append(71)
+    victim.append(72)
+    content = {block: f"{name}{n}" for name, s in (("p", parent), ("v", victim)) for n, block in enumerate(s.blocks)}
+    assert kv.free == 0
+    shared, taken = parent.blocks[1], victim.blocks[0]
+    assert lengths(scheduler.schedule(0.0)) == [(0, 1), (1, 1)]
+    moves = kv.take_moves()
+    moved(moves, content)
+    assert victim.preemptions == 1
+    assert [content[6 + block] for block in victim.host_blocks] == ["v0", "v1", "v2", "v3"]
+    assert {parent.blocks[1], child.blocks[1]} == {shared, taken}
+    assert content[shared] == content[taken] == "p1"
+    moved([moves[-1], *moves[:-1]], wrong := {taken: "v0", shared: "p1"})
+    assert wrong[6 + victim.host_blocks[0]] != "v0", "in another order the victim would get somebody else's content"
+
+
+def test_of_two_forks_the_last_owner_of_a_block_needs_no_copy_even_if_the_other_gives_way_in_that_step():
+    kv = PagedKv(3, SIZE, share_prefixes=False)
+    scheduler = Scheduler(kv, SchedulerConfig(4, 64, headroom=0.0))
+    parent, other = Sequence(0, [1, 2, 3, 4, 5], 8, arrival=0.0), Sequence(5, [9, 9], 3, arrival=9.0)
+    for sequence in (parent, other):
+        scheduler.submit(sequence)
+    scheduler.advance(scheduler.schedule(0.0))
+    child = Sequence(1, parent.token_ids, 8, arrival=20.0, lane="batch")
+    scheduler.fork(parent, child, 70)
+    parent.append(71)
+    other.append(72)
+    assert (kv.free, child.blocks) == (0, parent.blocks)
+    assert lengths(scheduler.schedule(0.0)) == [(0, 1), (5, 1)]
+    assert (child.preemptions, kv.take_moves(), kv.statistics.copied_blocks) == (1, [], 0)
+    scheduler.check()

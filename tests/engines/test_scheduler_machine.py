@@ -18,7 +18,7 @@ from engines.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
 from engines.runtime.sequence import Sequence, blocks_for
 from plugins.errors import KilnError
 
-SIZE, RUNNING, BUDGET, WAITING, WINDOW, CONTEXT = 4, 4, 9, 40, 10, 64
+SIZE, RUNNING, BUDGET, WAITING, WINDOW, CONTEXT = 4, 6, 9, 40, 10, 64
 
 
 def next_token(token_ids) -> int:
