@@ -129,7 +129,7 @@ def bench(bundle_path: Path, config: BenchConfig, progress: Progress) -> BenchRe
     with progress.stage("measure this machine's limits"):
         before = measure_limits(threads)
     reset_peak_memory()
-    scheduling = SchedulerConfig(max_running=max(config.decode_batches), share_prefixes=False)
+    scheduling = SchedulerConfig(max(config.decode_batches), tokens_per_step=512, share_prefixes=False)
     with progress.stage("open"):
         engine = Engine.open(bundle_path, config=scheduling, threads=threads)
     with engine:
