@@ -36,7 +36,7 @@ async def serve(
     embeddings: Mapping[str, EmbeddingConfig] | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve engines, which stay the caller's, on a bound socket until a signal comes."""
+    """Serve engines, which stay the caller's, on a listening socket until a signal comes."""
     await server_for(engines, config, keys, embeddings, on_ready).serve([listener])
 
 
@@ -114,13 +114,14 @@ class DrainingServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to an address, which does not listen yet; port 0 takes any. Raises KilnError."""
+    """A socket that listens, port 0: on any port. Who connects before it is served waits. Raises KilnError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            listener.listen(_BACKLOG)
         except BaseException:
             listener.close()
             raise
