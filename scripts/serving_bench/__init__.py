@@ -1,0 +1,1 @@
+"""The experiments of `scripts/bench_serving.py`."""

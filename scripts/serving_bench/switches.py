@@ -1,0 +1,101 @@
+"""What single switches of the scheduler bring: speculation by prompt lookup, and overlap of two steps.
+
+Rows appear only for switches that this Kiln has.
+"""
+
+import asyncio
+
+import numpy as np
+
+from engines.runtime.engine import Engine
+from engines.runtime.request import Request, SamplingParams
+from serving_bench.setting import RUNNING, Findings, Job, Setting, median, scheduler_knows
+from serving_bench.trace import Trace, follow
+
+DRAFT = 8
+"""Tokens that speculation proposes at most."""
+ANSWER = 128
+PASSAGE = (
+    "The lighthouse keeper wrote the wind, the height of the tide and the names of passing ships into a grey ledger "
+    "every evening. In the winter of 1911 the entries became shorter: the wind, the tide, no ships. "
+)
+
+
+def switches(setting: Setting) -> Findings:
+    rows: list[tuple[str, ...]] = []
+    data = {}
+    if scheduler_knows("speculate"):
+        for streams in (1, 4):
+            for kind in ("copying text", "random prompt"):
+                found, same, accepted = _speculation(setting, kind, streams)
+                name = f"speculation, {kind}, {streams} at a time"
+                rows.append(
+                    _row(name, found, f"{accepted:.0%} of drafts accepted, {same} of {streams} answers the same")
+                )
+                data[name] = {**found, "accepted": accepted, "same": same}
+    if scheduler_knows("overlap"):
+        found = _overlap(setting)
+        rows.append(_row(f"overlap, {RUNNING} at a time", found, ""))
+        data["overlap"] = found
+    return Findings(
+        "switches",
+        "Single switches, on against off",
+        ("switch", "tokens/s off", "on", "on over off", "remark"),
+        rows,
+        [],
+        data,
+        [] if rows else ["This Kiln has none of these switches."],
+    )
+
+
+def _row(name: str, found: dict[str, list[float]], remark: str) -> tuple[str, ...]:
+    off, on = found["off"], found["on"]
+    ratio = median([a / b for a, b in zip(on, off, strict=True)])
+    return (name, f"{median(off):.1f}", f"{median(on):.1f}", f"{ratio:.2f}", remark)
+
+
+def _speculation(setting: Setting, kind: str, streams: int) -> tuple[dict[str, list[float]], int, float]:
+    found: dict[str, list[float]] = {"off": [], "on": []}
+    sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+    with setting.open(speculate=0) as plain, setting.open(speculate=DRAFT) as drafting:
+        for repetition in range(setting.repetitions):
+            generator = np.random.default_rng((setting.seed, repetition))
+            if kind == "copying text":
+                ask = f"Copy this text twice, word by word.\n\n{PASSAGE}\n\n{PASSAGE}\n\n"
+                requests = [Request(f"{number}. {ask}", sampling) for number in range(streams)]
+            else:
+                requests = [Request(setting.prompt(generator, 200), sampling) for _ in range(streams)]
+            traces = {name: _traces(engine, requests) for name, engine in (("off", plain), ("on", drafting))}
+            for name, run in traces.items():
+                found[name].append(_decode_rate(run))
+        same = sum(a.tokens == b.tokens for a, b in zip(traces["off"], traces["on"], strict=True))
+        drafted, accepted = (_counted(drafting, name) for name in ("drafted_tokens", "accepted_tokens"))
+    return found, same, accepted / max(drafted, 1)
+
+
+def _overlap(setting: Setting) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {"off": [], "on": []}
+    with setting.open(overlap=False) as plain, setting.open(overlap=True) as overlapping:
+        for repetition in range(setting.repetitions):
+            generator = np.random.default_rng((setting.seed, repetition))
+            requests = [Job(setting.prompt(generator, 64), ANSWER).request() for _ in range(RUNNING)]
+            for name, engine in (("off", plain), ("on", overlapping)):
+                found[name].append(_decode_rate(_traces(engine, requests)))
+    return found
+
+
+def _traces(engine: Engine, requests: list[Request]) -> list[Trace]:
+    return asyncio.run(follow(engine, requests))
+
+
+def _decode_rate(traces: list[Trace]) -> float:
+    """Tokens/s after the last first token, so that prompts do not count."""
+    start = max(trace.times[0] for trace in traces)
+    count = sum(time > start for trace in traces for time in trace.times)
+    return count / (max(trace.times[-1] for trace in traces) - start)
+
+
+def _counted(engine: Engine, name: str) -> float:
+    counter = f"kiln_{name}_total"
+    samples = (sample for family in engine.metrics.families() for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == counter)
