@@ -251,11 +251,13 @@ def _decode_rate(engine: Engine, prompts: list[tuple[int, ...]], tokens: int) ->
     """
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     streams = [engine.submit(Request(prompt, sampling)) for prompt in prompts]
-    times = []
-    for _ in streams[-1]:
-        times.append(time.perf_counter())
-        if streams[0].done and len(prompts) > 1:
-            break
+    times: list[float] = []
+
+    def note(_: object) -> None:  # on the engine's own thread: a reader may come late
+        if len(prompts) == 1 or not streams[0].done:
+            times.append(time.perf_counter())
+
+    streams[-1].forward(note)
     for stream in streams:
         stream.result()
     if len(times) > 2:
