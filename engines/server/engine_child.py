@@ -105,11 +105,8 @@ class EngineChild:
         self._close_seconds = opening.close_seconds
         logging.getLogger().addHandler(QueueHandler(self._outbox))
         logging.getLogger("kiln").setLevel(opening.log_level)
-        spec = opening.spec
-        _LOG.info("opening %s", spec.path)
-        self._engine = Engine.open(
-            spec.path, name=spec.name, kv_blocks=spec.kv_blocks, config=spec.config, threads=spec.threads
-        )
+        _LOG.info("opening %s", opening.spec.path)
+        self._engine = Engine.open(**vars(opening.spec))
         self._outbox.put(Reply(call, self._engine.info))
 
     @property

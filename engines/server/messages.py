@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from logging import LogRecord
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from numpy.typing import NDArray
 
+from engines.runtime.batch_queue import BatchingConfig
 from engines.runtime.request import Request, RequestError, TokenChunk
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.sequence import Lane
@@ -29,8 +30,12 @@ class EngineSpec:
 
     path: Path
     name: str | None = None
+    kv: Literal["paged", "static"] = "paged"
     kv_blocks: int | None = None
+    swap_blocks: int = 0
+    window: int | None = None
     config: SchedulerConfig | None = None
+    batching: BatchingConfig | None = None
     threads: int | None = None
 
 

@@ -1,14 +1,22 @@
 """How messages between the processes travel, and in what words an ending is told."""
 
+import inspect
 import io
+from dataclasses import fields
 
 import pytest
 
+from engines.runtime.engine import Engine
 from engines.runtime.request import Completion, RequestError
 from engines.runtime.scheduler import QueueFullError
 from engines.server.engine_link import how_it_ended
-from engines.server.messages import Cancel, Ping, frame, messages_from_file, portable
+from engines.server.messages import Cancel, EngineSpec, Ping, frame, messages_from_file, portable
 from plugins.errors import KilnError
+
+
+def test_a_spec_says_everything_that_can_be_said_when_an_engine_is_opened():
+    said = {field.name: field.default for field in fields(EngineSpec)} | {"path": inspect.Parameter.empty}
+    assert said == {each.name: each.default for each in inspect.signature(Engine.open).parameters.values()}
 
 
 def test_a_frame_that_was_cut_off_ends_the_conversation():
