@@ -1,6 +1,5 @@
 """schemathesis asks everything that the server's own OpenAPI document allows, and much that it does not."""
 
-import re
 from collections import Counter
 from contextlib import suppress
 
@@ -29,9 +28,10 @@ def document(tiny_bundle, twice_bundle, fake_backend, recorded_engine, served_on
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(tiny_bundle.tokenizer_path)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}A"
+    tokenizer.backend_tokenizer.model.unk_token = "|"  # any text is some tokens
     tokenizer.save_pretrained(folder)
     backend = fake_backend(vocabulary=61)
-    decoder = DecoderSpec(backend.kv, backend.vocabulary, 24, (1,))
+    decoder = DecoderSpec(backend.kv, backend.vocabulary, 60, (1,))
     with (
         Engine.from_decoder(backend, decoder, Tokenizer(folder), SchedulerConfig(64, 512)) as fake,
         Engine.open(twice_bundle.path) as twice,
@@ -45,12 +45,13 @@ def document(tiny_bundle, twice_bundle, fake_backend, recorded_engine, served_on
 
 def name_what_is_served(case) -> None:
     """Mostly: random names would only ever find that there is no such model."""
-    body, path = case.body, case.path_parameters or {}
-    if isinstance(body, dict) and isinstance(body.get("model"), str) and len(body["model"]) % 8:
-        body["model"] = "fake"
-    for name in ("name", "model"):
-        if re.fullmatch(r"\w+", str(path.get(name, ""))):
-            path[name] = "twice"
+    for place, key, name in (
+        (case.body, "model", "fake"),
+        (case.path_parameters, "model", "fake"),
+        (case.path_parameters, "name", "twice"),
+    ):
+        if isinstance(place, dict) and isinstance(place.get(key), str) and len(place[key]) % 8 != 7:
+            place[key] = name
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
@@ -67,4 +68,4 @@ def test_no_request_makes_the_server_fail(document, mode):
 
         with suppress(Unsatisfiable):  # some operations take nothing that could be wrong
             ask()
-    assert statuses[200 if mode == GenerationMode.POSITIVE else 400] > 50
+    assert statuses[200 if mode == GenerationMode.POSITIVE else 400] > 40
