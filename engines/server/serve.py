@@ -7,6 +7,7 @@ The process ends with code 0.
 
 import asyncio
 import ipaddress
+import math
 import socket
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -59,7 +60,7 @@ def server_for(
         server_header=False,
         proxy_headers=False,
         backlog=_BACKLOG,
-        timeout_keep_alive=int(config.keep_alive),
+        timeout_keep_alive=math.ceil(config.keep_alive),
         timeout_graceful_shutdown=_LAST_SECONDS,
     )
     return DrainingServer(settings, app.state.context, on_ready)
