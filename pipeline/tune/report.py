@@ -49,7 +49,7 @@ def _columns(tuning: Tuning) -> tuple[str, ...]:
     is_decoder = tuning.bundle.manifest.decoder is not None
     settings, more = (("step", "block"), ("first token", "inter-token")) if is_decoder else ((), ())
     goodput = ("goodput",) if tuning.config.limits else ()
-    return ("batch", *settings, "requests/s", "noise", "latency", "efficiency", *more, *goodput)
+    return ("batch", *settings, "QPS", "noise", "latency", "efficiency", *more, *goodput)
 
 
 def _row(tuning: Tuning, point: Point) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def _row(tuning: Tuning, point: Point) -> tuple[str, ...]:
     setting, is_decoder = point.setting, tuning.bundle.manifest.decoder is not None
     more = (point.median_of("first_token"), point.median_of("inter_token"))
     return (
-        f"{'chosen: ' if point is tuning.chosen else ''}{setting.batch}",
+        f"{'* ' if point is tuning.chosen else ''}{setting.batch}",
         *((str(setting.tokens_per_step), str(setting.block_size)) if is_decoder else ()),
         text(point.rate),
         f"{point.noise:.0%}" if len(point.samples) > 1 else "once",
@@ -77,7 +77,7 @@ def table_from_tuning(tuning: Tuning) -> RenderableType:
         table.add_column(heading, justify="right" if place else "left")
     for point in tuning.points:
         table.add_row(*_row(tuning, point))
-    return Group(table, f"Times are seconds, P99 for tokens. Efficiency is {FORMULA}.", *sentences(tuning))
+    return Group(table, f"* chosen. Times are seconds, P99 for tokens. Efficiency is {FORMULA}.", *sentences(tuning))
 
 
 def html_from_tuning(tuning: Tuning) -> str:

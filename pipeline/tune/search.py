@@ -19,7 +19,7 @@ OBJECTIVES: tuple[str, ...] = get_args(Objective)
 FALL = 0.1
 """Efficiency has fallen when it is so much below the highest before, relative to that, and beyond the noise."""
 _LEAST_MARGIN, _MOST_MARGIN = 0.02, 0.1
-"""A setting is better only by more than the noise, taken to be at least and at most so much."""
+"""A batch size is better than another only by more than the noise, taken to be at least and at most so much."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,13 @@ class Point:
     setting: Setting
     samples: list[Sample] = field(default_factory=list)
 
+    def values(self, objective: Objective) -> list[float]:
+        """What is to be high, of each round."""
+        return [sample.rate if objective == "throughput" else sample.goodput or 0.0 for sample in self.samples]
+
     def value(self, objective: Objective) -> float:
         """Median of what is to be high."""
-        if objective == "throughput":
-            return self.rate
-        return statistics.median(sample.goodput or 0.0 for sample in self.samples)
+        return statistics.median(self.values(objective))
 
     @property
     def rate(self) -> float:
@@ -134,9 +136,10 @@ def smallest_best(points: Sequence[Point], objective: Objective) -> Point:
 
 
 def best_or_default(points: Sequence[Point], default: Point, objective: Objective) -> Point:
-    """The best point where it is better than the default beyond the noise, else the default."""
-    best = max(points, key=lambda point: point.value(objective))
-    return best if best.value(objective) > default.value(objective) * (1 + margin((best, default))) else default
+    """The best point that beats the default in every round, by more than the least margin; else the default."""
+    bar = max(*default.values(objective), default.value(objective) * (1 + _LEAST_MARGIN))
+    better = [point for point in points if min(point.values(objective)) > bar]
+    return max(better, key=lambda point: point.value(objective), default=default)
 
 
 def still_growing(points: Sequence[Point]) -> bool:

@@ -245,14 +245,20 @@ class _Search:
         def once(target: BundleTarget, setting: Setting, deadline: float) -> Sample | None:
             return measure(target, setting.batch, config.window, deadline)
 
+        def warm_up(target: BundleTarget, setting: Setting, deadline: float) -> None:
+            """A new engine is slower at first: its memory is touched for the first time."""
+            measure(target, setting.batch, 0.0, deadline)
+
         wide = max(chunk, config.max_batch)
         settings = [Setting(size, wide, block) for size in doubling(config.max_batch)]
         with self._target(self._bundle.path, Setting(config.max_batch, wide, block)) as target:
+            warm_up(target, settings[0], self._start + self._config.budget)
             self._sweep_batches(settings, lambda setting, deadline: once(target, setting, deadline), _BATCH_SHARE)
         self.chosen = smallest_best(self.batch_points, config.objective)
 
         def with_engine(setting: Setting, deadline: float) -> Sample | None:
             with self._target(self._variant(folder, setting), setting) as target:
+                warm_up(target, setting, deadline)
                 return once(target, setting, deadline)
 
         batch = self.chosen.setting.batch

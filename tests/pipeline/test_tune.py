@@ -115,8 +115,12 @@ def test_another_setting_must_be_better_than_the_default_beyond_the_noise() -> N
     default, slightly, better = point(4, 1.0), point(4, 1.01), point(4, 1.05)
     assert best_or_default([default, slightly], default, "throughput") is default
     assert best_or_default([default, slightly, better], default, "throughput") is better
-    noisy = point(4, 0.9, 1.05, 1.1)
-    assert best_or_default([default, noisy], default, "throughput") is default
+    sometimes = point(4, 1.01, 1.5, 1.6)
+    assert best_or_default([default, sometimes], default, "throughput") is default
+    noisy = point(4, 0.8, 1.0, 1.2)
+    assert best_or_default([noisy, point(4, 1.1, 1.15, 1.19)], noisy, "throughput") is noisy
+    good = point(4, 0.5, goodput=0.5)
+    assert best_or_default([point(4, 0.9, goodput=0.4), good], point(4, 1.0, goodput=0.3), "goodput") is good
 
 
 def test_batches_grow_until_two_in_a_row_gain_nothing() -> None:
