@@ -191,6 +191,9 @@ class EngineProcess:
             except TimeoutError:
                 link.kill(f"it gave no sign of life for {limit:g} s")
                 return
+            except (KilnError, RuntimeError) as error:
+                link.kill(f"it cannot say how it is: {error}")
+                return
             if not pong.outstanding or pong.progress != progress:
                 progress, since = pong.progress, time.monotonic()
             elif time.monotonic() - since > limit:
