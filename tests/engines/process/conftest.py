@@ -14,13 +14,13 @@ def model(tiny_model):
 
 @pytest.fixture(scope="module")
 def bundle(make_bundle, model, cpu_plugin):
-    """The tiny model with a long context, and without a tokenizer, for which opening takes longer."""
+    """The tiny model with a long context, and without a tokenizer, whose libraries take seconds to import."""
     return make_bundle(model.path, model.decoder, cpu_plugin)
 
 
 @pytest.fixture(scope="module")
 def poisoned_bundle(make_bundle, model, cpu_plugin, tmp_path_factory):
-    """The same with a tokenizer; a request that reaches position 3000 fails."""
+    """The same, but a request that reaches the position POISONED fails."""
     graph = onnx.load(model.path)
     (positions,) = (weight for weight in graph.graph.initializer if weight.name == "positions")
     values = onnx.numpy_helper.to_array(positions).copy()
@@ -28,7 +28,7 @@ def poisoned_bundle(make_bundle, model, cpu_plugin, tmp_path_factory):
     positions.CopyFrom(onnx.numpy_helper.from_array(values, "positions"))
     path = tmp_path_factory.mktemp("poisoned") / "poisoned.onnx"
     onnx.save(graph, path)
-    return make_bundle(path, model.decoder, cpu_plugin, tokenizer=True)
+    return make_bundle(path, model.decoder, cpu_plugin)
 
 
 @pytest.fixture(scope="module")

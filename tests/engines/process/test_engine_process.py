@@ -81,27 +81,23 @@ def restarts(families) -> float:
 def test_it_gives_what_the_engine_gives_in_this_process(runner, shared, poisoned_bundle):
     requests = [
         *(request(prompt, max_tokens=20) for prompt in PROMPTS),
-        *(request(prompt, max_tokens=9, temperature=0.8, seed=i, logprobs=2) for i, prompt in enumerate(PROMPTS)),
+        *(request(prompt, max_tokens=9, temperature=0.8, seed=i) for i, prompt in enumerate(PROMPTS)),
         request(PROMPTS[5], max_tokens=9, temperature=0.8, seed=3, n=4),
     ]
-    with Engine.open(poisoned_bundle.path, config=SchedulerConfig(8, 64), threads=1) as engine:
-        expected = [list(c.token_ids) for c in engine.generate(requests)]
-        info = engine.info
-    assert runner.run(generate(shared, requests)) == expected
-    assert shared.info == info
-    assert shared.ready
+    detailed = request(PROMPTS[2], max_tokens=6, logprobs=2)
 
-
-def test_chunks_carry_text_and_logprobs_and_one_last_reason(runner, shared):
-    async def main():
-        (stream,) = await shared.submit(Request("HELLO", SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1)))
+    async def chunks_twice():
+        (stream,) = await shared.submit(detailed)
         return [chunk async for chunk in stream], [chunk async for chunk in stream]
 
-    chunks, more = runner.run(main())
-    assert [chunk.finish_reason for chunk in chunks] == [None] * 5 + ["length"]
-    assert [p.token for chunk in chunks for p in chunk.logprobs] == [t for chunk in chunks for t in chunk.token_ids]
-    assert "".join(chunk.text for chunk in chunks)
-    assert more == []
+    with Engine.open(poisoned_bundle.path, config=SchedulerConfig(8, 64), threads=1) as engine:
+        expected = [list(c.token_ids) for c in engine.generate(requests)]
+        chunks = list(engine.submit(detailed))
+        assert shared.info == engine.info
+    assert runner.run(generate(shared, requests)) == expected
+    assert runner.run(chunks_twice()) == (chunks, [])
+    assert [len(chunk.logprobs) for chunk in chunks] == [1] * 6
+    assert shared.ready
 
 
 def test_hundreds_of_streams_at_a_time(runner, shared):
