@@ -129,7 +129,10 @@ def bench(bundle_path: Path, config: BenchConfig, progress: Progress) -> BenchRe
     with progress.stage("measure this machine's limits"):
         before = measure_limits(threads)
     reset_peak_memory()
-    scheduling = SchedulerConfig(max(config.decode_batches), tokens_per_step=512, share_prefixes=False)
+    # The engine is measured, not how requests share it: prompts in large pieces, also beside decoding.
+    scheduling = SchedulerConfig(
+        max(config.decode_batches), tokens_per_step=512, step_stretch=None, share_prefixes=False
+    )
     with progress.stage("open"):
         engine = Engine.open(bundle_path, config=scheduling, threads=threads)
     with engine:
