@@ -114,6 +114,12 @@ class ServerContext:
         """Whether requests are taken: the server is not ending, and every engine is there."""
         return not self.draining and all(engine.ready for engine in self.engines.values())
 
+    async def load(self) -> None:
+        """Load every tokenizer now, so that no request waits for that. Raises KilnError for one that is damaged."""
+        for name, engine in self.engines.items():
+            if engine.info.tokenizer is not None:
+                await asyncio.to_thread(self.tokenizer, name)
+
     def engine(self, name: str) -> ServedEngine:
         """Raises ApiError 404 for a name that is not served."""
         if name not in self.engines:

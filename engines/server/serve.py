@@ -92,6 +92,7 @@ class DrainingServer(uvicorn.Server):
         await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.context.load()
         await super().startup(sockets)
         if self.started:
             self._on_ready()

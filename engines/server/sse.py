@@ -3,6 +3,7 @@
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
@@ -37,6 +38,7 @@ class EventStream(Response):
             try:
                 async for event in events:
                     await send({"type": "http.response.body", "body": _data(event), "more_body": True})
+                    await asyncio.sleep(0)  # neither of these waits while there are events: let others have a turn
             except Exception as error:
                 answer = self._answer(scope, error)
                 await send({"type": "http.response.body", "body": answer, "more_body": True})

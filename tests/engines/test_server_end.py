@@ -16,7 +16,7 @@ from engines.runtime.info import EngineInfo
 from engines.runtime.request import TokenChunk
 from engines.server.auth import KeyRing
 from engines.server.config import ServerConfig
-from engines.server.serve import bind, require_safe
+from engines.server.serve import bind, require_safe, server_for
 from pipeline.cli_serve import serve_command
 from plugins.errors import KilnError
 
@@ -173,6 +173,13 @@ def test_a_start_that_cannot_succeed_says_why(tiny_bundle, tmp_path):
     assert "drain_timeout is 0.0; expected a number above 0" in refusal(tiny_bundle.path, "--drain-timeout", 0)
     assert str(tmp_path / "nothing") in refusal(tmp_path / "nothing")
     assert "No such file" in refusal(tiny_bundle.path, "--api-keys", tmp_path / "none")
+
+
+def test_a_damaged_tokenizer_is_found_before_the_server_is_ready(fake_engine, recorded_engine, tmp_path):
+    engine = recorded_engine(fake_engine(), tmp_path / "none")
+    server = server_for({"fake": engine}, ServerConfig(), on_ready=lambda: pytest.fail("it is not"))
+    with bind("127.0.0.1", 0) as listener, pytest.raises(KilnError, match="none is not a folder"):
+        asyncio.run(server.serve([listener]))
 
 
 def test_strangers_need_keys_or_a_word():

@@ -1,6 +1,5 @@
 """What clients do wrong or do not do: bodies, numbers, pace, going away. None of it keeps blocks or delays others."""
 
-import asyncio
 import json
 import socket
 import threading
@@ -276,8 +275,7 @@ class Talkative:
 
     async def __aiter__(self):
         while not self.cancelled.is_set():
-            await asyncio.sleep(0)
-            yield TokenChunk((1,), "x" * 100_000)
+            yield TokenChunk((1,), "x" * 100_000)  # never waits: only the server can let others have a turn
 
     def cancel(self) -> None:
         self.cancelled.set()
