@@ -11,7 +11,7 @@ import click
 
 from engines.bundle import open_bundle
 from engines.manifest import Manifest
-from engines.runtime.engine import default_config
+from engines.runtime.opening import default_config
 from engines.server.auth import KeyRing
 from engines.server.config import ServerConfig
 from engines.server.encoder import EmbeddingConfig, Pooling

@@ -16,32 +16,31 @@ from typing import Literal
 from numpy.typing import NDArray
 
 from engines.backends.base import DecoderBackend, InferBackend
-from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
-from engines.bundle import EngineBundle, open_bundle
-from engines.manifest import Manifest
+from engines.backends.onnxruntime import OnnxRuntimeModel
+from engines.bundle import open_bundle
 from engines.runtime.answer import Answer
 from engines.runtime.batch_queue import BatchingConfig
 from engines.runtime.batcher import BatchWorker
 from engines.runtime.info import EngineInfo
-from engines.runtime.kv_cache import KvCache
 from engines.runtime.metrics import EngineMetrics
-from engines.runtime.paged_kv import PagedKv
+from engines.runtime.opening import (
+    check_plugins,
+    decoder_backend,
+    default_batching,
+    default_config,
+    info_from_bundle,
+    kv_cache,
+)
 from engines.runtime.prefix_cache import salt_of_tenant
 from engines.runtime.request import Completion, Request, SamplingParams
-from engines.runtime.ring_kv import RingKv, ring_blocks
 from engines.runtime.sampler import generator_from_seed
 from engines.runtime.scheduler import SchedulerConfig
-from engines.runtime.sequence import Lane, Sequence, blocks_for
+from engines.runtime.sequence import Lane, Sequence
 from engines.runtime.stream import Stream
 from engines.runtime.tokenizer import Tokenizer
 from engines.runtime.worker import DecodeWorker
-from engines.sku import host_memory
 from passes.onnx_model import DecoderSpec
-from plugins.abi import abi_hash
 from plugins.errors import KilnError
-
-_CACHE_SHARE = 4
-"""The default cache takes at most one part in so many of the host's memory."""
 
 
 class Engine:
@@ -102,39 +101,24 @@ class Engine:
         """
         bundle = open_bundle(Path(path))
         manifest = bundle.manifest
-        _check_plugins(bundle)
+        check_plugins(bundle)
         tokenizer = Tokenizer(bundle.tokenizer_path) if bundle.tokenizer_path else None
-        provider, plugins = manifest.backend.provider, bundle.plugin_paths
         if manifest.decoder is None:
-            model = OnnxRuntimeModel(bundle.engine_path, provider=provider, plugins=plugins, threads=threads)
-            return cls.from_model(model, _info(bundle, name), batching or default_batching(manifest))
+            model = OnnxRuntimeModel(
+                bundle.engine_path, provider=manifest.backend.provider, plugins=bundle.plugin_paths, threads=threads
+            )
+            return cls.from_model(model, info_from_bundle(bundle, name), batching or default_batching(manifest))
         if config is None:
             config = default_config(manifest)
             if kv_blocks is None and manifest.serving is not None:
                 kv_blocks = manifest.serving.kv_blocks
         decoder = manifest.decoder
         if kv == "static":
-            if kv_blocks is not None or swap_blocks:
-                raise KilnError(
-                    "the static cache is max_running rings of window tokens; leave out kv_blocks and swap_blocks"
-                )
             window = decoder.max_context if window is None else window
-            kv_blocks = config.max_running * ring_blocks(window, config.tokens_per_step, decoder.kv.block_size)
         elif window is not None:
             raise KilnError(f"window is {window}, which belongs to the static cache; open with kv='static'")
-        elif kv_blocks is None:
-            kv_blocks = default_kv_blocks(decoder, config.max_running)
-        backend = OnnxRuntimeDecoder(
-            bundle.engine_path,
-            decoder.kv,
-            kv_blocks,
-            host_blocks=swap_blocks,
-            window=window,
-            provider=provider,
-            plugins=plugins,
-            threads=threads,
-        )
-        return cls.from_decoder(backend, decoder, tokenizer, config, window=window, info=_info(bundle, name))
+        backend = decoder_backend(bundle, decoder, config, kv_blocks, swap_blocks, window, threads)
+        return cls.from_decoder(backend, decoder, tokenizer, config, window=window, info=info_from_bundle(bundle, name))
 
     @classmethod
     def from_decoder(
@@ -152,7 +136,7 @@ class Engine:
         With `window`, which the backend must have been made with, the cache is static.
         """
         config = config or SchedulerConfig()
-        kv = _cache(backend, decoder, config, window)
+        kv = kv_cache(backend, decoder, config, window)
         info = replace(
             info or EngineInfo("model", "decoder"),
             max_length=kv.longest(decoder.max_context),
@@ -340,61 +324,8 @@ class Engine:
             raise KilnError(f"the engine of {self.info.name} is closed; open it again")
 
 
-def default_config(manifest: Manifest) -> SchedulerConfig:
-    """What `kiln tune` wrote into the bundle; SchedulerConfig's own defaults for the rest."""
-    serving = manifest.serving
-    tuned = {} if serving is None else {n: getattr(serving, n) for n in ("max_running", "tokens_per_step")}
-    return SchedulerConfig(**{name: value for name, value in tuned.items() if value is not None})
-
-
-def _cache(backend: DecoderBackend, decoder: DecoderSpec, config: SchedulerConfig, window: int | None) -> KvCache:
-    size = backend.kv.block_size
-    if window is not None:
-        return RingKv(config.max_running, window, config.tokens_per_step, decoder.max_context, size)
-    return PagedKv(backend.num_blocks, size, host_blocks=backend.host_blocks, share_prefixes=config.share_prefixes)
-
-
-def default_batching(manifest: Manifest) -> BatchingConfig:
-    """What `kiln tune` wrote into the bundle; BatchingConfig's own defaults for the rest."""
-    tuned = None if manifest.serving is None else manifest.serving.max_batch
-    return BatchingConfig() if tuned is None else BatchingConfig(max_batch=tuned)
-
-
-def default_kv_blocks(decoder: DecoderSpec, max_running: int) -> int:
-    """Blocks for `max_running` full contexts, but no more than a quarter of the host's memory holds."""
-    fitting = host_memory() // _CACHE_SHARE // decoder.kv.bytes_per_block
-    if fitting < 1:
-        raise KilnError(
-            f"one cache block takes {decoder.kv.bytes_per_block} bytes, more than a quarter of this machine's "
-            f"{host_memory()}; use a machine with more memory, or give kv_blocks"
-        )
-    return min(max_running * blocks_for(decoder.max_context, decoder.kv.block_size), fitting)
-
-
-def _info(bundle: EngineBundle, name: str | None) -> EngineInfo:
-    manifest = bundle.manifest
-    return EngineInfo(
-        name or manifest.name,
-        "model" if manifest.decoder is None else "decoder",
-        source=manifest.model.source,
-        sha256=bundle.sha256,
-        sku=manifest.sku.name,
-        created=manifest.created,
-        tokenizer=str(bundle.tokenizer_path) if bundle.tokenizer_path else None,
-    )
-
-
 def _prompt(prompt: str | SequenceOf[int]) -> str | tuple[int, ...]:
     return prompt if isinstance(prompt, str) else tuple(prompt)
-
-
-def _check_plugins(bundle: EngineBundle) -> None:
-    for plugin in bundle.manifest.plugins:
-        if plugin.abi_hash != abi_hash():
-            raise KilnError(
-                f"{bundle.path / plugin.file} implements {plugin.operator} with ABI {plugin.abi_hash[:12]}, this Kiln "
-                f"expects {abi_hash()[:12]}; rebuild the bundle: build-engine {bundle.manifest.model.source}"
-            )
 
 
 def _close(worker: DecodeWorker | None, batcher: BatchWorker | None) -> None:

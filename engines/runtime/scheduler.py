@@ -49,7 +49,7 @@ class SchedulerConfig:
 
     max_running: int = 16
     """Sequences that run at a time."""
-    tokens_per_step: int = 256
+    tokens_per_step: int = 128
     """Tokens that one step computes at most: the longest that anybody waits for a step to end."""
     step_stretch: float | None = 2.5
     """How much longer pieces of prompts may make a step for interactive sequences that decode in it; None: any."""

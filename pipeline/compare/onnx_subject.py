@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
-from engines.runtime.engine import Engine, default_kv_blocks
+from engines.runtime.engine import Engine
 from engines.runtime.info import EngineInfo
+from engines.runtime.opening import default_kv_blocks
 from engines.runtime.scheduler import SchedulerConfig
 from passes.manager import link_or_copy
 from passes.onnx_model import DecoderSpec, OnnxModel, external_files, load_structure, onnx_model_from_path

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from engines.bundle import EngineBundle, open_bundle, refuse_unusable_target, temporary_sibling
 from engines.manifest import ServingMeasurement, ServingRecord
-from engines.runtime.engine import Engine, default_config
+from engines.runtime.engine import Engine
+from engines.runtime.opening import default_config
 from engines.runtime.scheduler import SchedulerConfig
 from passes.onnx_model import load_structure
 from pipeline.compare.inputs import InputSpec, input_specs_from_graph, sample_of_batch, sample_of_sizes

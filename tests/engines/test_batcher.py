@@ -483,7 +483,7 @@ def test_a_program_may_end_while_requests_wait(twice_bundle):
 
 def test_a_bundle_may_say_how_large_its_batches_are(twice_bundle):
     from engines.manifest import ServingRecord
-    from engines.runtime.engine import default_batching
+    from engines.runtime.opening import default_batching
 
     assert default_batching(twice_bundle.manifest) == BatchingConfig()
     tuned = ServingRecord.model_construct(max_batch=7)

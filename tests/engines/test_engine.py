@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from engines.runtime.engine import Engine, default_kv_blocks
+from engines.runtime.engine import Engine
+from engines.runtime.opening import default_kv_blocks
 from engines.runtime.request import Request, RequestError, SamplingParams, TokenChunk
 from engines.runtime.stream import Stream
 from passes.onnx_model import DecoderSpec
@@ -322,11 +323,11 @@ def test_submits_and_cancels_from_many_threads(fake_engine):
 def test_default_blocks_hold_full_contexts_within_a_quarter_of_memory(monkeypatch):
     kv = KvSpec((KvLayer(1, 64),), 16, "float32")
     decoder = DecoderSpec(kv, 10, 1000, ())
-    monkeypatch.setattr("engines.runtime.engine.host_memory", lambda: 2**40)
+    monkeypatch.setattr("engines.runtime.opening.host_memory", lambda: 2**40)
     assert default_kv_blocks(decoder, 4) == 4 * 63
-    monkeypatch.setattr("engines.runtime.engine.host_memory", lambda: 4 * 100 * kv.bytes_per_block)
+    monkeypatch.setattr("engines.runtime.opening.host_memory", lambda: 4 * 100 * kv.bytes_per_block)
     assert default_kv_blocks(decoder, 4) == 100
-    monkeypatch.setattr("engines.runtime.engine.host_memory", lambda: 1000)
+    monkeypatch.setattr("engines.runtime.opening.host_memory", lambda: 1000)
     with pytest.raises(KilnError, match="more than a quarter"):
         default_kv_blocks(decoder, 4)
 

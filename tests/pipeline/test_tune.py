@@ -13,7 +13,8 @@ from click.testing import CliRunner
 
 from engines.bundle import BundleError, EngineBundle, open_bundle, write_bundle
 from engines.manifest import ServingRecord
-from engines.runtime.engine import Engine, default_config
+from engines.runtime.engine import Engine
+from engines.runtime.opening import default_config
 from engines.runtime.request import SamplingParams
 from engines.runtime.scheduler import SchedulerConfig
 from passes.onnx_model import DecoderSpec, load_structure
@@ -454,6 +455,25 @@ def test_a_dry_run_writes_nothing(plain_bundle: Callable[[str], EngineBundle]) -
     assert result.exit_code == 0, result.output
     assert "Efficiency" in result.stdout
     assert not parent.path.with_name("bundle-tuned").exists()
+
+
+@pytest.mark.parametrize(("options", "lane"), [([], "batch"), (["--lane", "interactive"], "interactive")])
+def test_throughput_is_measured_in_the_batch_lane(
+    llama_bundle: Path, tmp_path: Path, options: list[str], lane: str
+) -> None:
+    sizes = ["--max-batch", "2", "--chunk-sizes", "256", "--block-sizes", "16", "--output-tokens", "4"]
+    rounds = ["--window", "0.01", "--repetitions", "1", "--threads", "1", "--prompt-tokens", "8", "--json"]
+    arguments = [str(llama_bundle), "--dry-run", "--out", str(tmp_path / "t"), *sizes, *rounds, *options]
+    result = CliRunner().invoke(tune_command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["workload"].endswith(f"seed 0, lane {lane}")
+
+
+def test_a_trace_names_its_own_lanes(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text('{"prompt_tokens": 5, "output_tokens": 1}')
+    arguments = [str(tmp_path), "--trace", str(tmp_path / "t"), "--lane", "batch"]
+    with pytest.raises(KilnError, match="--lane has no meaning beside it"):
+        CliRunner().invoke(tune_command, arguments, catch_exceptions=False)
 
 
 def test_a_fixed_batch_leaves_nothing_to_choose(plain_bundle: Callable[[str], EngineBundle]) -> None:

@@ -1,0 +1,105 @@
+"""From a bundle to what an engine is made of: backend, cache account, and how it is served unless somebody says."""
+
+from engines.backends.base import DecoderBackend
+from engines.backends.onnxruntime import OnnxRuntimeDecoder
+from engines.bundle import EngineBundle
+from engines.manifest import Manifest
+from engines.runtime.batch_queue import BatchingConfig
+from engines.runtime.info import EngineInfo
+from engines.runtime.kv_cache import KvCache
+from engines.runtime.paged_kv import PagedKv
+from engines.runtime.ring_kv import RingKv, ring_blocks
+from engines.runtime.scheduler import SchedulerConfig
+from engines.runtime.sequence import blocks_for
+from engines.sku import host_memory
+from passes.onnx_model import DecoderSpec
+from plugins.abi import abi_hash
+from plugins.errors import KilnError
+
+_CACHE_SHARE = 4
+"""The default cache takes at most one part in so many of the host's memory."""
+
+
+def decoder_backend(
+    bundle: EngineBundle,
+    decoder: DecoderSpec,
+    config: SchedulerConfig,
+    kv_blocks: int | None,
+    swap_blocks: int,
+    window: int | None,
+    threads: int | None,
+) -> OnnxRuntimeDecoder:
+    """The bundle's engine with its cache: of `kv_blocks`, or with `window`, of a ring for each place."""
+    if window is not None:
+        if kv_blocks is not None or swap_blocks:
+            raise KilnError(
+                "the static cache is max_running rings of window tokens; leave out kv_blocks and swap_blocks"
+            )
+        kv_blocks = config.max_running * ring_blocks(window, config.tokens_per_step, decoder.kv.block_size)
+    elif kv_blocks is None:
+        kv_blocks = default_kv_blocks(decoder, config.max_running)
+    return OnnxRuntimeDecoder(
+        bundle.engine_path,
+        decoder.kv,
+        kv_blocks,
+        host_blocks=swap_blocks,
+        window=window,
+        provider=bundle.manifest.backend.provider,
+        plugins=bundle.plugin_paths,
+        threads=threads,
+    )
+
+
+def kv_cache(backend: DecoderBackend, decoder: DecoderSpec, config: SchedulerConfig, window: int | None) -> KvCache:
+    """The account of a backend's cache; of rings with `window`."""
+    size = backend.kv.block_size
+    if window is not None:
+        return RingKv(config.max_running, window, config.tokens_per_step, decoder.max_context, size)
+    return PagedKv(backend.num_blocks, size, host_blocks=backend.host_blocks, share_prefixes=config.share_prefixes)
+
+
+def default_config(manifest: Manifest) -> SchedulerConfig:
+    """What `kiln tune` wrote into the bundle; SchedulerConfig's own defaults for the rest."""
+    serving = manifest.serving
+    tuned = {} if serving is None else {n: getattr(serving, n) for n in ("max_running", "tokens_per_step")}
+    return SchedulerConfig(**{name: value for name, value in tuned.items() if value is not None})
+
+
+def default_batching(manifest: Manifest) -> BatchingConfig:
+    """What `kiln tune` wrote into the bundle; BatchingConfig's own defaults for the rest."""
+    tuned = None if manifest.serving is None else manifest.serving.max_batch
+    return BatchingConfig() if tuned is None else BatchingConfig(max_batch=tuned)
+
+
+def default_kv_blocks(decoder: DecoderSpec, max_running: int) -> int:
+    """Blocks for `max_running` full contexts, but no more than a quarter of the host's memory holds."""
+    fitting = host_memory() // _CACHE_SHARE // decoder.kv.bytes_per_block
+    if fitting < 1:
+        raise KilnError(
+            f"one cache block takes {decoder.kv.bytes_per_block} bytes, more than a quarter of this machine's "
+            f"{host_memory()}; use a machine with more memory, or give kv_blocks"
+        )
+    return min(max_running * blocks_for(decoder.max_context, decoder.kv.block_size), fitting)
+
+
+def info_from_bundle(bundle: EngineBundle, name: str | None) -> EngineInfo:
+    manifest = bundle.manifest
+    return EngineInfo(
+        name or manifest.name,
+        "model" if manifest.decoder is None else "decoder",
+        source=manifest.model.source,
+        sha256=bundle.sha256,
+        sku=manifest.sku.name,
+        created=manifest.created,
+        tokenizer=str(bundle.tokenizer_path) if bundle.tokenizer_path else None,
+    )
+
+
+def check_plugins(bundle: EngineBundle) -> None:
+    """Raise KilnError for an operator library that was built for another Kiln."""
+    for plugin in bundle.manifest.plugins:
+        if plugin.abi_hash != abi_hash():
+            raise KilnError(
+                f"{bundle.path / plugin.file} implements {plugin.operator} with ABI {plugin.abi_hash[:12]}, this Kiln "
+                f"expects {abi_hash()[:12]}; rebuild the bundle: build-engine {bundle.manifest.model.source}"
+            )
