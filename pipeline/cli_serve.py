@@ -5,7 +5,7 @@ import logging
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import click
 
@@ -54,6 +54,9 @@ def _limit_options(command: Any) -> Any:
 @click.option("--max-waiting", type=int, help="Requests that may wait in an engine.  [default: 4096]")
 @click.option("--speculate", type=int, help="Tokens that a step tries ahead by looking up the last ones.  [default: 0]")
 @click.option("--kv-blocks", type=int, help="Cache blocks of each engine.  [default: the bundle's, or what fits]")
+@click.option("--swap-blocks", type=int, default=0, help="Blocks of host memory for requests that give way.")
+@click.option("--kv", type=click.Choice(("paged", "static")), default="paged", help="static: one ring for each place.")
+@click.option("--window", type=int, help="Tokens that a ring keeps, with --kv static.  [default: the model's context]")
 @click.option("--threads", type=int, help="Threads of a step.  [default: all CPUs]")
 @click.option("--pooling", type=click.Choice(get_args(Pooling)), help="Of embeddings.  [default: the model's, or mean]")
 @click.option("--log-requests/--no-log-requests", default=True, help="One line for every request, without its content.")
@@ -71,6 +74,9 @@ def serve_command(
     max_waiting: int | None,
     speculate: int | None,
     kv_blocks: int | None,
+    swap_blocks: int,
+    kv: Literal["paged", "static"],
+    window: int | None,
     threads: int | None,
     pooling: Pooling | None,
     log_requests: bool,
@@ -92,7 +98,7 @@ def serve_command(
     }
     changes = {name: value for name, value in given.items() if value is not None}
     specs = [
-        _spec(path, name, changes, kv_blocks, threads)
+        _spec(path, name, changes, kv_blocks=kv_blocks, swap_blocks=swap_blocks, kv=kv, window=window, threads=threads)
         for path, name in zip(bundles, _each_named(bundles, names), strict=True)
     ]
     _require_different([str(spec.name) for spec in specs])
@@ -140,15 +146,13 @@ def _each_named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> tuple[str 
     return names
 
 
-def _spec(
-    path: Path, name: str | None, changes: dict[str, Any], kv_blocks: int | None, threads: int | None
-) -> EngineSpec:
+def _spec(path: Path, name: str | None, changes: dict[str, Any], *, kv_blocks: int | None, **cache: Any) -> EngineSpec:
     """How to open one bundle. It is verified here, too, so that a wrong one is refused before anything starts."""
     manifest: Manifest = open_bundle(path).manifest
     config = replace(default_config(manifest), **changes) if changes and manifest.decoder is not None else None
-    if kv_blocks is None and config is not None and manifest.serving is not None:
+    if kv_blocks is None and cache["kv"] == "paged" and config is not None and manifest.serving is not None:
         kv_blocks = manifest.serving.kv_blocks
-    return EngineSpec(path, name or manifest.name, kv_blocks=kv_blocks, config=config, threads=threads)
+    return EngineSpec(path, name or manifest.name, kv_blocks=kv_blocks, config=config, **cache)
 
 
 def _require_different(names: list[str]) -> None:

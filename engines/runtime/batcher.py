@@ -66,6 +66,11 @@ class BatchWorker:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the worker by itself: nothing is answered any more."""
+        return self._failure
+
     def submit(self, inputs: Arrays, lane: Lane, timeout: float | None) -> "Future[Outputs]":
         """Queue a request; its arrays must stay as they are until the future is done.
 

@@ -110,7 +110,7 @@ class Engine:
             return cls.from_model(model, info_from_bundle(bundle, name), batching or default_batching(manifest))
         if config is None:
             config = default_config(manifest)
-            if kv_blocks is None and manifest.serving is not None:
+            if kv == "paged" and kv_blocks is None and manifest.serving is not None:
                 kv_blocks = manifest.serving.kv_blocks
         decoder = manifest.decoder
         if kv == "static":
@@ -169,6 +169,12 @@ class Engine:
     @property
     def closed(self) -> bool:
         return not self._finalizer.alive
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that stopped the engine by itself, a bug: it answers nothing any more and must be opened again."""
+        worker = self._worker or self._batcher
+        return None if worker is None else worker.failure
 
     @property
     def backend(self) -> DecoderBackend:

@@ -66,6 +66,11 @@ class DecodeWorker:
         self._thread = threading.Thread(target=self._run, name="kiln-decode", daemon=True)
         self._thread.start()
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the worker by itself: nothing is answered any more."""
+        return self._failure
+
     def new_id(self) -> int:
         """An id for a sequence."""
         with self._changed:

@@ -95,6 +95,8 @@ class EngineChild:
                 case Infer() as infer:
                     self._infer(call.id, infer)
                 case Ping():
+                    if self._opened.failure is not None:  # the server replaces a process that fails a ping
+                        raise RuntimeError(f"the engine has stopped: {self._opened.failure!r}")
                     self._outbox.put(Reply(call.id, Pong(len(self._outstanding), self._progress())))
                 case GetMetrics():
                     self._outbox.put(Reply(call.id, self._opened.metrics.families()))
