@@ -6,6 +6,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from engines.runtime.sequence import LANES
 from pipeline.cli_load import trace_from_options, workload_options
 from pipeline.load_test.report import Slo
 from pipeline.load_test.trace import Lengths
@@ -51,6 +52,11 @@ def _joined(sizes: tuple[int, ...]) -> str:
 @click.option("--kv-blocks", type=int, help="Cache blocks, of the bundle's own size.  [default: what fits]")
 @click.option("--length", type=int, help="Input length of a model without a KV cache.  [default: its smallest]")
 @workload_options
+@click.option(
+    "--lane",
+    type=click.Choice(LANES),
+    help="Lane of drawn requests.  [default: batch for throughput, interactive for goodput]",
+)
 @click.option("--threads", type=int, help="Threads of a step.  [default: all CPUs]")
 @click.option("--html", "html_path", type=click.Path(path_type=Path), help="Write a self-contained page with plots.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
@@ -88,6 +94,12 @@ def tune_command(
     if options["trace_file"] is None and options["fit_file"] is None:
         options["prompt"], options["output"] = options["prompt"] or _PROMPT, options["output"] or _OUTPUT
     trace, workload = trace_from_options(options, progress, timed=False)
+    if options["trace_file"] is None:
+        lane = options["lane"] or ("interactive" if config.objective == "goodput" else "batch")
+        trace = tuple(request.model_copy(update={"lane": lane}) for request in trace)
+        workload += f", lane {lane}"
+    elif options["lane"] is not None:
+        raise KilnError("--trace names its own lanes, so --lane has no meaning beside it")
     out = out or bundle.resolve().with_name(f"{bundle.resolve().name}-tuned")
     tuning = tune(bundle, out, trace, workload, config, progress)
     if not as_json:
