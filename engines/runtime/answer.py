@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.runtime.guidance import GuideState
 from engines.runtime.metrics import EngineMetrics
 from engines.runtime.request import FinishReason, SamplingParams, TokenChunk
 from engines.runtime.sampler import logprobs_of
@@ -19,7 +20,6 @@ from engines.runtime.stream import Stream
 from engines.runtime.tokenizer import TextStream
 
 if TYPE_CHECKING:
-    from engines.runtime.guidance import GuideState
     from engines.runtime.speculation import PromptLookup
 
 
@@ -34,7 +34,7 @@ class Answer:
     eos: frozenset[int] = frozenset()
     """Tokens that end it."""
     text: TextStream | None = None
-    guide: "GuideState | None" = None
+    guide: GuideState | None = None
     lookup: "PromptLookup | None" = None
     forks: list["Answer"] = field(default_factory=list)
     """Answers that begin with this one's next token, each with a choice of its own."""

@@ -21,6 +21,7 @@ from engines.bundle import open_bundle
 from engines.runtime.answer import Answer
 from engines.runtime.batch_queue import BatchingConfig
 from engines.runtime.batcher import BatchWorker
+from engines.runtime.guidance import Guide, GuideCompiler
 from engines.runtime.info import EngineInfo
 from engines.runtime.metrics import EngineMetrics
 from engines.runtime.opening import (
@@ -32,7 +33,7 @@ from engines.runtime.opening import (
     kv_cache,
 )
 from engines.runtime.prefix_cache import salt_of_tenant
-from engines.runtime.request import Completion, Request, SamplingParams
+from engines.runtime.request import Completion, Guidance, Request, SamplingParams
 from engines.runtime.sampler import generator_from_seed
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.sequence import Lane, Sequence
@@ -63,6 +64,9 @@ class Engine:
         self._worker = worker
         self._batcher = batcher
         self._tokenizer = tokenizer
+        self._guides: GuideCompiler | None = None
+        if tokenizer is not None and decoder is not None:
+            self._guides = GuideCompiler(tokenizer, decoder.vocab_size, decoder.eos_token_ids)
         self.info = info
         self.metrics = metrics
         # Also runs when the engine is forgotten or the interpreter exits, so that no step outlives its session.
@@ -268,11 +272,23 @@ class Engine:
 
     def _submit(self, request: Request, token_ids: list[int]) -> list[Stream]:
         worker = self._require_worker()
-        first, *first.forks = (self._answer(worker, request, token_ids, choice) for choice in range(request.sampling.n))
+        guide = self._guide(request.sampling.guidance)
+        first, *first.forks = (
+            self._answer(worker, request, token_ids, choice, guide) for choice in range(request.sampling.n)
+        )
         worker.submit(first)
         return [answer.stream for answer in (first, *first.forks)]
 
-    def _answer(self, worker: DecodeWorker, request: Request, token_ids: list[int], choice: int) -> Answer:
+    def _guide(self, guidance: Guidance | None) -> Guide | None:
+        if guidance is None:
+            return None
+        if self._guides is None:
+            raise KilnError(f"{self.info.name} has no tokenizer, so answers cannot be guided; leave guidance out")
+        return self._guides.compile(guidance)
+
+    def _answer(
+        self, worker: DecodeWorker, request: Request, token_ids: list[int], choice: int, guide: Guide | None
+    ) -> Answer:
         sampling, now = request.sampling, time.monotonic()
         room = self.max_length - len(token_ids)
         sequence = Sequence(
@@ -291,6 +307,7 @@ class Engine:
             generator_from_seed(sampling.seed, choice),
             Stream(len(token_ids), lambda: worker.cancel(sequence.id)),
             eos=frozenset() if sampling.ignore_eos else frozenset(self._decoder.eos_token_ids),
+            guide=None if guide is None else guide.start(),
             text=None if self._tokenizer is None else self._tokenizer.text_stream(token_ids, sampling.stop),
         )
 
