@@ -2,10 +2,10 @@
 
     python scripts/bench_serving.py BUNDLE [--quick] [--only batching,prefixes] [--out PAGE] [--peer smollm2]
 
-Experiments: batching (continuous against static), prefixes (a shared system prompt), interference (a long prompt among
-streams), lanes (interactive under batch load), switches (speculation, overlap). Takes some 40 minutes, a tenth of
-that with --quick. Exits with 1 when a claim does not hold. --peer names the model that the bundle was built from, and
-measures transformers on it, which needs torch.
+Experiments: steps (what one costs), batching (continuous against static), prefixes (a shared beginning), interference
+(a long prompt among streams), lanes (interactive under batch load), switches (speculation, overlap). Takes some 40
+minutes, a tenth of that with --quick. Exits with 1 when a claim does not hold. --peer names the model that the bundle
+was built from, and measures transformers on it, which needs torch.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from serving_bench.page import page, section
 from serving_bench.peer import peer
 from serving_bench.prefixes import prefixes
 from serving_bench.setting import Setting
+from serving_bench.steps import steps
 from serving_bench.switches import switches
 
 from engines.bundle import open_bundle
@@ -32,6 +33,7 @@ from pipeline.limits import measure_limits
 from plugins.measure import usable_cpus
 
 EXPERIMENTS = {
+    "steps": steps,
     "batching": batching,
     "prefixes": prefixes,
     "interference": interference,

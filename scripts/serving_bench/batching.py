@@ -13,6 +13,8 @@ from serving_bench.trace import Trace, all_gaps, follow, seconds_of, tokens_of
 FASTER = 1.5
 """Output tokens/s, continuous over static, at least."""
 CONTINUOUS = "continuous"
+BATCH_LANE = "continuous, in the batch lane"
+"""Where pieces of prompts may make a step as long as they like."""
 GROUPS = "static: the same engine, fed in groups"
 KIND = "static: finished ones leave"
 FULL = "static: finished ones go on computing"
@@ -48,6 +50,7 @@ def jobs_of(setting: Setting) -> list[Job]:
 def _ways(engine: Engine, all_of_them: bool) -> dict[str, Callable[[list[Job]], list[Trace]]]:
     ways = {
         CONTINUOUS: lambda jobs: asyncio.run(follow(engine, [job.request() for job in jobs])),
+        BATCH_LANE: lambda jobs: asyncio.run(follow(engine, [job.request("batch") for job in jobs])),
         GROUPS: lambda jobs: asyncio.run(_grouped(engine, jobs)),
         KIND: lambda jobs: StaticBatcher(keep_finished=False).run(engine.backend, jobs, RUNNING),
         FULL: lambda jobs: StaticBatcher(keep_finished=True).run(engine.backend, jobs, RUNNING),
@@ -94,7 +97,7 @@ def _findings(
                 f"{median(row['first']):.1f}",
             )
         )
-        if name != CONTINUOUS:
+        if name not in (CONTINUOUS, BATCH_LANE):
             p99, other = median(fast["p99"]), median(row["p99"])
             verdicts.append(
                 Verdict(
