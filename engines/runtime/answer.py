@@ -6,7 +6,6 @@
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +15,9 @@ from engines.runtime.metrics import EngineMetrics
 from engines.runtime.request import FinishReason, SamplingParams, TokenChunk
 from engines.runtime.sampler import logprobs_of
 from engines.runtime.sequence import Sequence
+from engines.runtime.speculation import PromptLookup
 from engines.runtime.stream import Stream
 from engines.runtime.tokenizer import TextStream
-
-if TYPE_CHECKING:
-    from engines.runtime.speculation import PromptLookup
 
 
 @dataclass(eq=False)
@@ -35,7 +32,7 @@ class Answer:
     """Tokens that end it."""
     text: TextStream | None = None
     guide: GuideState | None = None
-    lookup: "PromptLookup | None" = None
+    lookup: PromptLookup | None = None
     forks: list["Answer"] = field(default_factory=list)
     """Answers that begin with this one's next token, each with a choice of its own."""
     started: bool = False
@@ -45,6 +42,14 @@ class Answer:
     def __post_init__(self) -> None:
         # Its end depends on its text, so each token's text is made before the next step; else it may wait.
         self._new_text: str | None = "" if self.sampling.stop else None
+
+    def draft(self) -> tuple[int, ...]:
+        """Tokens that may come next: those that the guidance requires, or those that followed before."""
+        limit = self.sequence.max_tokens - self.sequence.generated - 1
+        if self.lookup is None or limit < 1:
+            return ()
+        forced = () if self.guide is None else tuple(self.guide.forced())
+        return forced[: min(limit, self.lookup.max_draft)] or self.lookup.propose(self.sequence.token_ids, limit)
 
     def accept(self, token: int) -> FinishReason | None:
         """Note a token that was appended to the sequence; says why it is the last, if it is."""

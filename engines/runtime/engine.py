@@ -37,6 +37,7 @@ from engines.runtime.request import Completion, Guidance, Request, SamplingParam
 from engines.runtime.sampler import generator_from_seed
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.sequence import Lane, Sequence
+from engines.runtime.speculation import PromptLookup
 from engines.runtime.stream import Stream
 from engines.runtime.tokenizer import Tokenizer
 from engines.runtime.worker import DecodeWorker
@@ -308,6 +309,7 @@ class Engine:
             Stream(len(token_ids), lambda: worker.cancel(sequence.id)),
             eos=frozenset() if sampling.ignore_eos else frozenset(self._decoder.eos_token_ids),
             guide=None if guide is None else guide.start(),
+            lookup=PromptLookup(worker.speculate) if worker.speculate else None,
             text=None if self._tokenizer is None else self._tokenizer.text_stream(token_ids, sampling.stop),
         )
 

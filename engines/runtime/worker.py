@@ -67,6 +67,11 @@ class DecodeWorker:
         self._thread.start()
 
     @property
+    def speculate(self) -> int:
+        """Most tokens that an answer tries ahead."""
+        return self.scheduler.config.speculate
+
+    @property
     def failure(self) -> BaseException | None:
         """The error that ended the worker by itself: nothing is answered any more."""
         return self._failure
@@ -196,13 +201,11 @@ class DecodeWorker:
 
     def _draft(self) -> None:
         """Let every answer that decodes propose tokens for the next step."""
-        if not self.scheduler.config.speculate:
+        if not self.speculate:
             return
         for sequence in self.scheduler.running:
-            lookup = self._active[sequence.id].lookup
-            if lookup is not None and sequence.decoding:
-                left = sequence.max_tokens - sequence.generated - 1
-                sequence.draft = tuple(lookup.propose(sequence.token_ids, left)) if left else ()
+            if sequence.decoding:
+                sequence.draft = self._active[sequence.id].draft()
 
     def _step(self, batch: Batch) -> None:
         """Compute one batch; an error fails the requests in it and nobody else."""
@@ -300,7 +303,7 @@ class DecodeWorker:
 
     def _note_draft(self, answer: Answer, drafted: int, accepted: int) -> None:
         assert answer.lookup is not None
-        answer.lookup.record(drafted, accepted)
+        answer.lookup.record(len(answer.sequence.token_ids), drafted, accepted)
         self._metrics.drafted_tokens.inc(drafted)
         self._metrics.accepted_tokens.inc(accepted)
 

@@ -229,8 +229,8 @@ def tokenizer_folder(folder: Path) -> None:
 
     letters = [chr(ord("A") + i) for i in range(60)]
     core = Tokenizer(models.BPE({"<end>": 0, **{c: i for i, c in enumerate(letters, 1)}}, []))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
     core.add_special_tokens(["<end>"])
     PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>").save_pretrained(folder)
 
