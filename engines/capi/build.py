@@ -50,13 +50,8 @@ static const uintptr_t UNDESCRIBED;
 """
 """What embedded.py uses of status.c."""
 
-_CONNECT = """
-from _kiln_embedded import ffi, lib
-from engines.capi.embedded import connect
-connect(ffi, lib)
-"""
-
 _FLAGS = ("-x", "c", "-std=gnu11", "-O2", "-g", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
+_WHOLE_API = "-D_CFFI_NO_LIMITED_API"  # starting Python is not part of the limited one
 _QUIET = ("-Wno-unused-parameter", "-Wno-missing-field-initializers", "-Wno-unused-function")  # cffi's own code
 _LINK = ("-shared", "-pthread", "-ldl", "-Wl,--as-needed", "-Wl,-z,defs", "-Wl,-soname,libkiln.so")
 _KEEP_LOADED = "-Wl,-z,nodelete"  # Python runs in it until the process ends
@@ -119,8 +114,6 @@ def _builder() -> Any:
         ) from error
     ffi = FFI()
     ffi.cdef(declarations() + _FROM_C + 'extern "Python" {' + _EMBEDDED + "}")
-    ffi.embedding_api("")
-    ffi.embedding_init_code(_CONNECT)
     ffi.set_source("_kiln_embedded", _c_source())
     return ffi
 
@@ -135,6 +128,7 @@ def _c_source() -> str:
         [
             '#include "kiln.h"',
             *(f"#define {name} {_c_string(text)}" for name, text in definitions.items()),
+            "PyMODINIT_FUNC PyInit__kiln_embedded(void);",
             *(f"static {line}" for line in _EMBEDDED.strip().splitlines()),
             *(f'#include "{name}"' for name in ("status.c", "start.c", "table.c")),
         ]
@@ -148,7 +142,7 @@ def _c_string(text: str) -> str:
 
 def _compile(compiler: list[str], headers: Path, libpython: Path, folder: Path) -> None:
     command = [
-        *(*compiler, *_FLAGS, *_QUIET, f"-I{HEADER.parent}", f"-I{headers}", str(folder / "kiln.c")),
+        *(*compiler, *_FLAGS, *_QUIET, _WHOLE_API, f"-I{HEADER.parent}", f"-I{headers}", str(folder / "kiln.c")),
         *("-x", "none", str(libpython), f"-Wl,-rpath,{libpython.parent}", *_LINK, _KEEP_LOADED),
         *(f"-Wl,--version-script={folder / 'exports'}", "-o", str(folder / "libkiln.so")),
     ]

@@ -1,7 +1,10 @@
 /* Starting Python and the embedded code, in plain C.
  *
- * Python is started here and not by cffi, so that the parameters of `open` decide where it is found, and neither the
- * environment nor signals are touched. It is never finalised: extension modules do not survive that.
+ * Not by cffi's own start-up, for two reasons. Here the parameters of `open` decide where Python is found, and neither
+ * the environment nor signals are touched. And cffi's, to be safe beside other libraries that embed Python, borrows a
+ * field of Python's capsule type as a lock, which in Python 3.11 stops the process for good once anybody (torch does)
+ * has looked up an attribute of a capsule. So the library is compiled as a plain cffi extension module, and made one
+ * here. Python is never finalised: extension modules do not survive that.
  */
 #include <dlfcn.h>
 #include <pthread.h>
@@ -102,16 +105,34 @@ static int search_first(const char *path) {
   return failed;
 }
 
-/* Import first what the embedded code needs, so that a failure can be described and, with other parameters, mended. */
+/* Make embedded.py's functions those that table.c calls. The GIL is held; 0: done, else there is an exception. */
+static int connect_embedded(void) {
+  static PyObject *module = NULL; /* this library as an extension module, which has `ffi` and `lib` */
+  if (module == NULL) module = PyInit__kiln_embedded();
+  if (module == NULL) return 1;
+  PyObject *ffi = PyObject_GetAttrString(module, "ffi");
+  PyObject *lib = ffi == NULL ? NULL : PyObject_GetAttrString(module, "lib");
+  PyObject *embedded = lib == NULL ? NULL : PyImport_ImportModule("engines.capi.embedded");
+  PyObject *result =
+      embedded == NULL ? NULL : PyObject_CallMethod(embedded, (char *)"connect", (char *)"OO", ffi, lib);
+  int failed = result == NULL;
+  Py_XDECREF(result);
+  Py_XDECREF(embedded);
+  Py_XDECREF(lib);
+  Py_XDECREF(ffi);
+  return failed;
+}
+
 static kiln_status *import_kiln(const char *path) {
-  static const char *const modules[] = {"_cffi_backend", "engines.capi.embedded"};
   kiln_status *status = NULL;
   PyGILState_STATE state = PyGILState_Ensure();
-  if (path != NULL && search_first(path) != 0) status = python_failure("python_path cannot be used");
-  for (int i = 0; i < 2 && status == NULL && !is_ready(); ++i) {
-    PyObject *module = PyImport_ImportModule(modules[i]);
-    if (module == NULL) status = python_failure("Kiln cannot be imported");
-    Py_XDECREF(module);
+  if (path != NULL && search_first(path) != 0) {
+    status = python_failure("python_path cannot be used");
+  } else if (!is_ready()) {
+    if (connect_embedded() != 0)
+      status = python_failure("Kiln cannot be imported");
+    else
+      __atomic_store_n(&ready, 1, __ATOMIC_RELEASE);
   }
   PyGILState_Release(state);
   return status;
@@ -132,14 +153,7 @@ static kiln_status *start_locked(const char *executable, const char *path) {
                      "start the program again with that one",
                      started_with == NULL ? "the program itself" : started_with, executable);
   }
-  if (status == NULL) status = import_kiln(path);
-  if (status == NULL && !is_ready()) {
-    if (cffi_start_python() != 0)
-      status = failure(KILN_NO_PYTHON, "the embedded code failed; standard error says why");
-    else
-      __atomic_store_n(&ready, 1, __ATOMIC_RELEASE);
-  }
-  return status;
+  return status == NULL ? import_kiln(path) : status;
 }
 
 static kiln_status *start(const char *executable, const char *path) {

@@ -91,10 +91,11 @@ def test_threads_may_open_the_first_engine_together(start_driver, tiny_bundle):
 
 
 INTERRUPTED = """
-import sys
+import datetime, sys
 from engines.capi.client import ClientEngine, Library
 from engines.runtime.request import Request
 
+datetime.datetime_CAPI.__doc__  # a capsule: cffi's own way of embedding breaks in Python 3.11 where one was used
 with ClientEngine.open(Library(sys.argv[1]), sys.argv[2], {"threads": 1, "batch_wait": 600.0}) as engine:
     with engine.submit(Request((1,))) as stream:
         try:
