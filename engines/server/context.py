@@ -171,15 +171,16 @@ class ServerContext:
         return lane
 
 
-def _context(connection: HTTPConnection) -> ServerContext:
+# async, although they wait for nothing: FastAPI runs other dependencies on threads, three hops for every request.
+async def _context(connection: HTTPConnection) -> ServerContext:
     return connection.app.state.context
 
 
-def _caller(connection: HTTPConnection) -> Caller:
+async def _caller(connection: HTTPConnection) -> Caller:
     return connection.scope.get("kiln.caller", ANONYMOUS)
 
 
-def _record(connection: HTTPConnection) -> RequestRecord:
+async def _record(connection: HTTPConnection) -> RequestRecord:
     return connection.scope["kiln.record"]
 
 
