@@ -37,7 +37,7 @@ class EngineSoak:
             self._abandoned: 3,
             self._late: 2,
             self._several: 3,
-            self._guided: 1 if self._has_tokenizer else 0,
+            self._guided: 1 if self._can_guide() else 0,
             self._nonsense: 3,
         }
 
@@ -61,9 +61,13 @@ class EngineSoak:
         samples = (sample for family in self.engine.metrics.families() for sample in family.samples)
         return sum(sample.value for sample in samples if sample.name == name)
 
-    @property
-    def _has_tokenizer(self) -> bool:
-        return self.engine.info.tokenizer is not None
+    def _can_guide(self) -> bool:
+        """Whether the bundle has a tokenizer that guidance understands."""
+        try:
+            self.engine.generate([Request((1,), SamplingParams(max_tokens=1, guidance=Guidance("regex", "A")))])
+        except KilnError:
+            return False
+        return True
 
     def _use(self, number: int, end: float) -> None:
         generator = random.Random(f"{self._seed} {number}")
