@@ -128,7 +128,7 @@ class _Wording:
             if echo:
                 yield {**self._head, "choices": [self._choice(index, echo, (), None)], **no_usage}
         async for index, chunk in self._generation.chunks():
-            if chunk.text or chunk.finish_reason or chunk.logprobs:
+            if chunk.token_ids or chunk.text or chunk.finish_reason:
                 yield {**self._head, "choices": [self._chunk(index, chunk)], **no_usage}
         if with_usage:
             yield {**self._head, "choices": [], "usage": self._generation.usage()}
