@@ -1,5 +1,6 @@
 """README's commands and its Python example run as they are written."""
 
+import json
 import os
 import re
 import shlex
@@ -50,6 +51,27 @@ def test_commands(folder: Path, outputs: dict[str, str]) -> None:
     answers = [text for command, text in outputs.items() if "capital of France" in command]
     assert answers == ["The capital of France is Paris.\n"]
     assert (folder / "reports" / "smollm2.html").stat().st_size > 10_000
+
+
+def test_the_server_answers_its_commands(folder: Path, outputs: dict[str, str]) -> None:
+    """The first command runs beside the others, from when it prints its address until it is asked to end."""
+    serve, chat, embeddings, load, metrics = blocks("sh")[2].strip().splitlines()
+    with subprocess.Popen(
+        [str(BIN / "kiln"), *shlex.split(serve)[1:]], cwd=folder, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "http://127.0.0.1:8321\n"
+            answer = json.loads(run(chat, folder).stdout)
+            assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
+            assert [len(vector["embedding"]) for vector in json.loads(run(embeddings, folder).stdout)["data"]] == [
+                384
+            ] * 2
+            assert "first token" in run(load, folder).stdout
+            assert 'kiln_requests_total{model="smollm2",outcome="stop"} 1.0' in run(metrics, folder).stdout
+        finally:
+            server.terminate()
+        assert server.wait(60) == 0
 
 
 def test_python_example(folder: Path, outputs: dict[str, str]) -> None:
