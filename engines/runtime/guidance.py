@@ -30,6 +30,7 @@ _STACK_BYTES = 256 * 2**20
 """Of the thread that compiles. The library recurses along references that follow one another and has no limit of its
 own there: an overflow would end the process. The deepest schemas within the bounds here touch 56 MB of it (measured);
 what is not touched costs no memory."""
+_NO_END = "<|kiln: no end of sequence|>"
 _PROBED_TOKENS = 4
 """So far a guide is followed when it is compiled: most that exceed a limit do so at once."""
 # One break at most where JSON permits white space, else a small model may write blanks until its tokens are used up.
@@ -67,7 +68,7 @@ class GuideCompiler:
         self._vocab_size = vocab_size
         self._eos = tuple(sorted(set(eos_token_ids)))
         self._lock = threading.Lock()
-        self._ll_tokenizer: Any = None
+        self._loaded: tuple[Any, list[int]] | None = None
         self._cached = lru_cache(_CACHED_GUIDES)(self._compile)
 
     def compile(self, guidance: Guidance) -> "Guide":
@@ -88,42 +89,45 @@ class GuideCompiler:
             raise KilnError(
                 f"the {kind.name} has {size} bytes of text; at most {kind.max_bytes} are accepted: make it shorter"
             )
-        grammar, tokenizer = _grammar_from_guidance(guidance), self._loaded_tokenizer()
-        return Guide(kind, lambda: _matcher_from_grammar(tokenizer, grammar, kind), self._never(tokenizer))
+        grammar = _grammar_from_guidance(guidance)
+        tokenizer, never = self._loaded_tokenizer()
+        never = [token for token in never if token < self._vocab_size]
+        return Guide(kind, lambda: _matcher_from_grammar(tokenizer, grammar, kind), never)
 
-    def _loaded_tokenizer(self) -> Any:
+    def _loaded_tokenizer(self) -> tuple[Any, list[int]]:
+        """The library's form of the tokenizer, made once, and the tokens that no answer may have."""
         with self._lock:
-            if self._ll_tokenizer is None:
-                self._ll_tokenizer = self._load_tokenizer()
-            return self._ll_tokenizer
+            if self._loaded is None:
+                self._loaded = self._load_tokenizer()
+            return self._loaded
 
-    def _load_tokenizer(self) -> Any:
+    def _load_tokenizer(self) -> tuple[Any, list[int]]:
         from llguidance import LLTokenizer
+        from tokenizers import Tokenizer as Core
 
-        core = self._tokenizer.core
-        description = json.loads(core.to_str())
-        description["padding"] = description["truncation"] = None  # the library encodes pieces of text with it
+        core: Any = Core.from_str(self._tokenizer.core.to_str())
+        core.no_padding()  # the library encodes pieces of text with it
+        core.no_truncation()
+        eos = [token for token in self._eos if core.id_to_token(token) is not None]
+        never = []
+        if not eos:
+            # The library must have an end, and left to choose it may take a token of ordinary text: `!`, token 0.
+            core.add_special_tokens([_NO_END])
+            eos = never = [core.token_to_id(_NO_END)]
+        size = max(self._vocab_size, core.get_vocab_size(with_added_tokens=True))
         try:
-            return LLTokenizer(
-                json.dumps(description),
-                n_vocab=max(self._vocab_size, core.get_vocab_size(with_added_tokens=True)),
-                eos_token=list(self._eos) or None,
-            )
+            return LLTokenizer(core.to_str(), n_vocab=size, eos_token=eos), never
         except Exception as error:  # the library raises several types for a tokenizer that it cannot read
             raise KilnError(
                 f"guided output does not work with this model's tokenizer: {first_line(error)}; "
                 "submit the request without guidance"
             ) from error
 
-    def _never(self, tokenizer: Any) -> NDArray[np.intp]:
-        """Ends of sequence that the library takes from the tokenizer, although the model has others or none."""
-        return np.array([t for t in tokenizer.eos_tokens if t not in self._eos and t < self._vocab_size], np.intp)
-
 
 class Guide:
     """Compiled guidance, shared by all answers that follow it. Safe from several threads."""
 
-    def __init__(self, kind: _Kind, make_matcher: Callable[[], Any], never: NDArray[np.intp]) -> None:
+    def __init__(self, kind: _Kind, make_matcher: Callable[[], Any], never: list[int]) -> None:
         self.kind = kind
         self.never = never
         self._make_matcher = make_matcher

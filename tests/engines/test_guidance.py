@@ -179,6 +179,19 @@ def test_the_models_own_ends_alone_may_end_an_answer(tokenizer, width, eos):
     assert not state.finished
 
 
+def test_a_model_without_an_end_writes_every_text(tokenizer, width):
+    """Left to choose, the library takes token 0, `!`, for the end of this tokenizer's texts."""
+    for ends in ((), (width - 1,)):
+        state = GuideCompiler(tokenizer, width, ends).compile(Guidance("regex", "!(![a!])?")).start()
+        assert allowed(state, width) == {0}
+        state.accept(0)
+        assert allowed(state, width) == {0}
+        state.accept(0)
+        assert allowed(state, width) == {0, tokenizer.encode("a")[0]}
+        state.accept(0)
+        assert state.finished
+
+
 def test_ids_beyond_the_tokenizers_are_never_allowed(tokenizer, compiler, width):
     state = compiler.compile(Guidance("regex", r"(.|\n)*")).start()
     assert max(allowed(state, width)) < tokenizer.core.get_vocab_size()
@@ -345,9 +358,17 @@ def test_answers_of_one_guide_do_not_use_up_its_lexer(tokenizer, width, eos, mon
     made = []
     compiled = module._matcher_from_grammar
     monkeypatch.setattr(module, "_matcher_from_grammar", lambda *arguments: made.append(1) or compiled(*arguments))
-    for seed in range(20):
-        text = answer(tokenizer, compiler, width, eos, Guidance("regex", expression), seed)
-        assert re.fullmatch(expression, text)
+    for seed in range(10):
+        assert re.fullmatch(expression, answer(tokenizer, compiler, width, eos, Guidance("regex", expression), seed))
+        random, state = np.random.default_rng(seed), compiler.compile(Guidance("regex", expression)).start()
+        forks = {state: [], state.fork(): []}
+        while any(not fork.finished for fork in forks):
+            for fork, tokens in forks.items():
+                if not fork.finished:
+                    tokens.append(int(np.argmax(fork.mask(random.normal(size=width).astype(np.float32)))))
+                    fork.accept(tokens[-1])
+        texts = [tokenizer.decode([token for token in tokens if token not in eos]) for tokens in forks.values()]
+        assert all(re.fullmatch(expression, text) for text in texts)
     assert len(made) > 1
 
 
