@@ -155,18 +155,23 @@ class GuideState:
         self._guide = guide
         self._matcher = matcher
         self._token_ids = token_ids  # accepted so far
+        self._prepared: bytes | None = None
 
     @property
     def finished(self) -> bool:
         """The answer is complete: nothing but an end of sequence may follow, or one has followed."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
+    def prepare(self) -> None:
+        """Find out now which tokens may follow, while there is time; the next `mask` needs it."""
+        self._bits()
+
     def mask(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """A copy of `logits` [vocabulary] in which every token that may not follow has -inf.
 
         An end of sequence may follow where the answer may end.
         """
-        bits = self._matcher.compute_bitmask()
+        bits = self._bits()
         if self._matcher.is_error():
             self._renew()
             bits = self._matcher.compute_bitmask()
@@ -182,6 +187,7 @@ class GuideState:
 
     def accept(self, token: int) -> None:
         """Go on to after `token`, which must be one that `mask` left."""
+        self._prepared = None
         if not self._matcher.consume_token(token):
             self._renew()
             self._matcher.consume_token(token)
@@ -198,6 +204,12 @@ class GuideState:
     def fork(self) -> "GuideState":
         """A second answer from here."""
         return GuideState(self._guide, self._matcher.deep_copy(), self._token_ids.copy())
+
+    def _bits(self) -> bytes:
+        """One bit for each token: may it follow."""
+        if self._prepared is None:
+            self._prepared = self._matcher.compute_bitmask()
+        return self._prepared
 
     def _renew(self) -> None:
         """After an error: it may be due to what other answers have put into the shared lexer."""

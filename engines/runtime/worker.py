@@ -10,14 +10,14 @@ log-probabilities, waking readers. What decides how to go on (the token, its end
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.base import DecoderBackend, StepInputs
+from engines.backends.base import DecoderBackend
 from engines.runtime.answer import Answer, Outbox
 from engines.runtime.kv_cache import KvCache
 from engines.runtime.metrics import EngineMetrics
@@ -215,7 +215,7 @@ class DecodeWorker:
         self._note_start(batch)
         begun = time.monotonic()
         try:
-            logits = self._compute(step_inputs_from_batch(batch, self.kv.block_size))
+            logits = self._compute(batch)
             best = np.argmax(logits, axis=-1) if len(logits) else np.empty(0, np.int64)
         except Exception as error:
             for chunk in batch:
@@ -239,11 +239,20 @@ class DecodeWorker:
             self._deliver()
         self._end_broken()
 
-    def _compute(self, inputs: StepInputs) -> NDArray[np.float32]:
+    def _compute(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits of a batch; with overlap, what does not depend on them is done meanwhile."""
+        inputs = step_inputs_from_batch(batch, self.kv.block_size)
         if self._steps is None:
             return self.backend.step(inputs)
         step = self._steps.submit(self.backend.step, inputs)
-        self._deliver()
+        try:
+            self._deliver()
+            for chunk in batch:
+                guide = self._active[chunk.sequence.id].guide
+                if guide is not None and chunk.rows:
+                    guide.prepare()
+        finally:
+            wait([step])  # whatever happens here, no other step runs beside it
         return step.result()
 
     def _take_tokens(

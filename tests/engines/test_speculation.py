@@ -1,5 +1,7 @@
 """Prompt lookup by itself, and that answers are the same with it."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,3 +136,18 @@ def test_what_guidance_requires_is_drafted(tiny_bundle):
         assert stream.result(20).text[:-1] == "ABCDEFGHIJKLMNOPQ"
         chunks = [len(chunk.token_ids) for chunk in stream]
         assert max(chunks) > 2
+
+
+@pytest.mark.parametrize("speculate", [0, 6])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_guided_answers_do_not_depend_on_how_they_are_computed(tiny_bundle, speculate, overlap):
+    guidance = Guidance("regex", "([A-F]{3}[G-K]{2}){2,4}Z")
+    params = SamplingParams(temperature=1.0, seed=4, n=3, max_tokens=40, guidance=guidance)
+    with Engine.open(tiny_bundle.path, config=SchedulerConfig(4, 64)) as engine:
+        expected = engine.generate(["ABC", "DEF"], params)
+    config = SchedulerConfig(4, 64, speculate=speculate, overlap=overlap)
+    with Engine.open(tiny_bundle.path, config=config) as engine:
+        found = engine.generate(["ABC", "DEF"], params)
+    assert found == expected
+    assert all(re.fullmatch("([A-F]{3}[G-K]{2}){2,4}Z", completion.text) for completion in found)
+    assert {completion.finish_reason for completion in found} == {"stop"}
