@@ -161,7 +161,7 @@ class HttpSoak:
         self._outcomes.end(kind, answer.status_code, answer.status_code in REFUSALS)
 
     async def _wrong(self, kind: str, generator: random.Random, http: httpx.AsyncClient) -> None:
-        changes = ({"model": "x"}, {"prompt": ""}, {"prompt": [10**9]}, {"prompt": "A" * 10**5}, {"n": 0}, {"top_p": 2})
+        changes = ({"model": "x"}, {"prompt": ""}, {"prompt": [10**9]}, {"prompt": [1] * 20000}, {"n": 0}, {"top_p": 2})
         answer = await http.post("/v1/completions", json=self._ask(generator, **generator.choice(changes)))
         self._outcomes.end(kind, answer.status_code, answer.status_code in REFUSALS)
 
