@@ -21,14 +21,16 @@ from engines.runtime.request import Guidance, GuidanceKind
 from engines.runtime.tokenizer import Tokenizer
 from plugins.errors import KilnError, first_line
 
-_CACHED_GUIDES = 32
+_CACHED_GUIDES = 8
+"""A hostile one holds up to about 60 MB, an ordinary one some hundred kB; compiling that again takes milliseconds."""
 _LEXER_STATES = 20_000
 """Of one guide, about 1 kB each, shared by its answers; a guide that has used them up is compiled again."""
 _GRAMMAR_SYMBOLS = 10_000
 """About 2,300 required properties. The library's time for one token can grow with the square of this."""
 _STACK_BYTES = 256 * 2**20
 """Of the thread that compiles. The library recurses along references that follow one another and has no limit of its
-own there: an overflow would end the process. The deepest schemas within the bounds here touch 56 MB of it (measured);
+own there: an overflow would end the process (8 MiB do not suffice). The deepest schemas within the bounds here touch
+60 MB of it (measured);
 what is not touched costs no memory."""
 _NO_END = "<|kiln: no end of sequence|>"
 _PROBED_TOKENS = 4
@@ -48,7 +50,7 @@ class _Kind:
 
 
 _KINDS: dict[GuidanceKind, _Kind] = {
-    "json_schema": _Kind("JSON schema", 256 * 1024),
+    "json_schema": _Kind("JSON schema", 128 * 1024),
     "json_object": _Kind("JSON object", 0),
     "regex": _Kind("regular expression", 64 * 1024),
     "choices": _Kind("list of choices", 64 * 1024),
