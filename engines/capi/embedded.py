@@ -17,6 +17,7 @@ from engines.capi.options import engine_arguments_from_json
 from engines.runtime.engine import Engine
 from engines.runtime.request import RequestError
 from engines.runtime.scheduler import QueueFullError
+from engines.runtime.score import score
 from plugins.errors import KilnError
 
 CODES: tuple[tuple[type[BaseException], str], ...] = (
@@ -49,7 +50,10 @@ class Boundary:
         arguments: dict[str, Any] = {}
         if params.options != self._ffi.NULL:
             arguments = engine_arguments_from_json(self._convert.text(params.options, "options"))
-        engine[0] = self._new_handle("kiln_engine *", Engine.open(bundle, **arguments))
+        opened = Engine.open(bundle, **arguments)
+        if opened.info.kind == "decoder":
+            _warm_up(opened)
+        engine[0] = self._new_handle("kiln_engine *", opened)
 
     def close(self, engine: Any) -> None:
         self._handles.remove(self._address(engine), "kiln_engine", Engine).close()
@@ -146,6 +150,16 @@ class Boundary:
     def _lend_tokens(self, token_ids: list[int], tokens: Any, count: Any) -> None:
         self._lend(self._convert.c_from_tokens(token_ids), tokens)
         count[0] = len(token_ids)
+
+
+def _warm_up(engine: Engine) -> None:
+    """Compute one token, so that everything a step needs was made once before start.c's `close_at_exit`."""
+    try:
+        for _ in score(engine.backend, [0]):
+            pass
+    except BaseException:
+        engine.close()
+        raise
 
 
 def connect(ffi: Any, lib: Any) -> None:

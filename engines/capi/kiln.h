@@ -212,7 +212,8 @@ typedef struct kiln_api {
   /* Verify a bundle and open it; the first call of a process also starts Python. `*engine` is the caller's, to be given
    * back with `close`. */
   kiln_status *(*open)(const kiln_open_params *params, kiln_engine **engine);
-  /* Cancel outstanding requests, each of which gets its outcome, and free the engine. Its streams stay readable. */
+  /* Cancel outstanding requests, each of which gets its outcome, and free the engine. Its streams stay readable. One
+   * that is left open is closed when the program ends. */
   kiln_status *(*close)(kiln_engine *engine);
   /* What the engine is: a JSON object with name, kind ("decoder" or "model"), lengths, inputs and outputs. Free `*json`
    * with `release`. */

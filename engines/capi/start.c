@@ -167,11 +167,11 @@ static void close_all_at_exit(void) {
   if (Py_IsInitialized()) py_close_all();
 }
 
-/* A step must not outlive the libraries that it runs in. Called after these are loaded, so that it goes before their
- * own clean-up. A program that is Python itself closes engines when it ends. */
-static void close_at_exit(void) {
-  static int registered = 0;
+/* A step must not outlive the libraries that it runs in. They make some of what they clean up at the end of the program
+ * when they are first used, and the end goes backwards: so this is called, with a flag for each place, after an engine
+ * has computed something, and its handler goes first. A program that is Python itself closes engines when it ends. */
+static void close_at_exit(int *registered) {
   pthread_mutex_lock(&start_lock);
-  if (!registered && started_with != NULL) registered = atexit(close_all_at_exit) == 0;
+  if (!*registered && started_with != NULL) *registered = atexit(close_all_at_exit) == 0;
   pthread_mutex_unlock(&start_lock);
 }

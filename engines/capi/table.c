@@ -63,7 +63,8 @@ static kiln_status *api_open(const kiln_open_params *params, kiln_engine **engin
   COMPLETE(kiln_open_params, whole, params, OPEN_V1, OPEN_DEFAULTS);
   kiln_status *status = start(whole.python_executable, whole.python_path);
   if (status == NULL) status = py_open(&whole, engine);
-  if (status == NULL) close_at_exit();
+  static int registered = 0;
+  if (status == NULL) close_at_exit(&registered);
   return status;
 }
 
@@ -144,7 +145,10 @@ static kiln_status *api_infer(kiln_engine *engine, const kiln_inference *inferen
   *outputs = NULL;
   COMPLETE(kiln_inference, whole, inference, INFERENCE_V1, INFERENCE_DEFAULTS);
   REQUIRE_READY(engine);
-  return py_infer(engine, &whole, outputs);
+  kiln_status *status = py_infer(engine, &whole, outputs);
+  static int registered = 0;
+  if (status == NULL) close_at_exit(&registered);
+  return status;
 }
 
 static kiln_status *api_release(const void *memory) {
