@@ -29,9 +29,8 @@ _GRAMMAR_SYMBOLS = 10_000
 """About 2,300 required properties. The library's time for one token can grow with the square of this."""
 _STACK_BYTES = 256 * 2**20
 """Of the thread that compiles. The library recurses along references that follow one another and has no limit of its
-own there: an overflow would end the process (8 MiB do not suffice). The deepest schemas within the bounds here touch
-60 MB of it (measured);
-what is not touched costs no memory."""
+own there: an overflow would end the process, and 8 MiB do not suffice. The deepest schemas within the bounds here touch
+60 MB (measured); what is not touched costs no memory."""
 _NO_END = "<|kiln: no end of sequence|>"
 _PROBED_TOKENS = 4
 """So far a guide is followed when it is compiled: most that exceed a limit do so at once."""
