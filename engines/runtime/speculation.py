@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 _ORDERS = (4, 3, 2)
 """Lengths of the ends that are looked up, the longest first; one token alone says too little."""
-_LONGEST_PAUSE = 64
+_LONGEST_PAUSE = 8
 
 
 class PromptLookup:

@@ -53,7 +53,7 @@ def test_who_guesses_wrong_guesses_less_and_less_often():
             tokens.append(tokens[-6])
             pause += 1
         pauses.append(pause)
-    assert pauses == [1, 2, 4, 8, 16, 32, 64, 64]
+    assert pauses == [1, 2, 4, 8, 8, 8, 8, 8]
     assert len(lookup.propose(tokens, 99)) == 1
     lookup.record(len(tokens), 1, 1)
     assert len(lookup.propose(tokens, 99)) == 2
