@@ -12,7 +12,7 @@ import argparse
 import json
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,7 +29,7 @@ from serving_bench.switches import switches
 
 from engines.bundle import open_bundle
 from pipeline.floors import decoder_work_from_graph
-from pipeline.limits import measure_limits
+from pipeline.limits import best_limits, measure_limits
 from plugins.measure import usable_cpus
 
 EXPERIMENTS = {
@@ -58,6 +58,7 @@ def main() -> int:
     setting = _setting(arguments)
     findings = []
     for name in names:
+        setting = replace(setting, limits=best_limits(setting.limits, measure_limits(setting.threads)))
         findings.append(EXPERIMENTS[name](setting))
         print(section(findings[-1]), flush=True)
     if arguments.peer:

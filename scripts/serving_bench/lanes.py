@@ -17,8 +17,8 @@ LIMIT = 2.0
 """Times that the P99 first-token time may rise."""
 THINK = 0.5
 """Mean seconds, exponential, between an answer and the next interactive request."""
-BACKLOG = 2 * RUNNING
-"""Batch requests that are always there."""
+BACKLOG = 8 * RUNNING
+"""Batch requests that are always there: with more than `ageing` of work before them, those that wait age."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Load:
     def __post_init__(self) -> None:
         self.tokens = 0
         self._stopping = False
-        self._readers: set[Reader] = set()
+        self._readers: dict[Reader, None] = {}  # in the order of arrival
         self._tasks = [asyncio.create_task(self._keep_one()) for _ in range(BACKLOG)]
 
     async def saturated(self) -> None:
@@ -52,9 +52,9 @@ class Load:
     async def _keep_one(self) -> None:
         while not self._stopping:
             reader = Reader(self.engine, self.setting.mixed_job(self.generator).request("batch"))
-            self._readers.add(reader)
+            self._readers[reader] = None
             trace = await reader.done()
-            self._readers.discard(reader)
+            del self._readers[reader]
             self.tokens += len(trace.times)
 
 
