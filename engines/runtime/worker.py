@@ -24,7 +24,7 @@ from engines.runtime.metrics import EngineMetrics
 from engines.runtime.packing import step_inputs_from_batch
 from engines.runtime.request import FinishReason
 from engines.runtime.sampler import choose
-from engines.runtime.scheduler import Batch, Chunk, Scheduler, SchedulerConfig
+from engines.runtime.scheduler import Batch, Chunk, QueueFullError, Scheduler, SchedulerConfig
 from engines.runtime.sequence import LANES
 from plugins.errors import KilnError
 
@@ -93,7 +93,11 @@ class DecodeWorker:
             if self._closing:
                 raise KilnError("the engine is closed; open it again")
             self.kv.require_possible(answer.sequence)
-            self.scheduler.require_room(sum(1 + len(one.forks) for one in self._arrivals) + len(answer.forks))
+            try:
+                self.scheduler.require_room(sum(1 + len(one.forks) for one in self._arrivals) + len(answer.forks))
+            except QueueFullError:
+                self._metrics.finished("refused")
+                raise
             self._arrivals.append(answer)
             self._changed.notify()
 

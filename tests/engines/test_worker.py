@@ -98,6 +98,7 @@ def test_every_answer_counts_in_the_queue(fake_backend):
     with engine_over(backend, max_waiting=4) as engine:
         with pytest.raises(QueueFullError, match="4 requests wait already"):
             engine.submit_choices(Request(PROMPT, sampled(5)))
+        assert 'kiln_requests_total{model="model",outcome="refused"} 1.0' in engine.metrics.text()
         assert len(engine.submit_choices(Request(PROMPT, sampled(4)))) == 4
         with pytest.raises(KilnError, match="asks for 2 answers; use submit_choices"):
             engine.submit(Request(PROMPT, sampled(2)))
