@@ -12,6 +12,8 @@ from serving_bench.trace import Trace, all_gaps, follow, seconds_of, tokens_of
 
 FASTER = 1.5
 """Output tokens/s, continuous over static, at least."""
+EQUAL = 1.02
+"""How much a P99 may exceed another and still count as no worse: what two runs of the same differ by."""
 CONTINUOUS = "continuous"
 BATCH_LANE = "continuous, in the batch lane"
 """Where pieces of prompts may make a step as long as they like."""
@@ -108,7 +110,7 @@ def _findings(
                 Verdict(
                     f"P99 between tokens no worse than {name}",
                     f"{p99 * 1e3:.0f} against {other * 1e3:.0f} ms",
-                    p99 <= 1.02 * other,
+                    p99 <= EQUAL * other,
                 )
             )
     same = sum(a == b for a, b in zip(answers[CONTINUOUS], answers[KIND], strict=True))
