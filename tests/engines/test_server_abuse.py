@@ -278,14 +278,7 @@ def test_half_open_sockets_are_cut_while_others_are_served(engine, served):
 
 
 def cut_half_open_sockets(server: Watched) -> None:
-    kinds = (
-        silent,
-        half_of_the_headers,
-        half_of_the_body,
-        no_more_to_say,
-        reset_in_an_answer,
-        reset_in_a_body,
-    )
+    kinds = (silent, half_of_the_headers, half_of_the_body, no_more_to_say, reset_in_an_answer, reset_in_a_body)
     ends = [(kind, kind(server)) for kind in kinds for _ in range(20)]
     well_behaved(server, 20)
     for kind, end in ends:
