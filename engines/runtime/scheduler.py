@@ -4,8 +4,8 @@ Pure Python over `Sequence` and `KvCache`; no tensors, no text, and no clock: `n
 seconds of any monotonic clock. Rules:
 
 1. Lanes: `interactive` goes before `batch`; within a lane, first come first served, and one that was preempted before
-   all that wait. A batch sequence that has waited longer than `ageing` goes with the interactive ones, by arrival, so
-   that nothing starves.
+   all that wait. A batch sequence that has waited longer than `ageing` goes with the interactive ones, by arrival,
+   while its lane has less than its share of the places, so that nothing starves.
 2. Admission: the next waiting sequence runs when fewer than `max_running` run and its known tokens fit into the pool
    beside `headroom`, which is left for those that run to grow (a sequence that would run alone needs none). Blocks of a
    known prefix are shared and count as computed; one whose next block is just being computed by another waits for
@@ -273,20 +273,28 @@ class Scheduler:
         """Who waits, in the order of turns: interactive ones first, but after aged batch sequences that came before."""
         interactive, batch = (deque(self._waiting[lane].values()) for lane in LANES)
         while interactive or batch:
-            aged = batch and now - batch[0].arrival >= self.config.ageing
+            aged = batch and now - batch[0].arrival >= self.config.ageing and self._batch_running < self._batch_share
             if not interactive or (aged and batch[0].arrival < interactive[0].arrival):
                 yield batch.popleft()
             else:
                 yield interactive.popleft()
 
+    @property
+    def _batch_running(self) -> int:
+        return sum(sequence.lane == "batch" for sequence in self._running.values())
+
+    @property
+    def _batch_share(self) -> float:
+        """Places that are the batch lane's where both want more than there are."""
+        return max(self.config.max_running * (1 - self.config.interactive_share), 1.0)
+
     def _yield_place(self, sequence: Sequence) -> bool:
         """Take a place from the batch lane for an interactive sequence, if that lane has more than its share."""
         if sequence.lane != "interactive":
             return False
-        batch = [running for running in self._running.values() if running.lane == "batch"]
-        share = self.config.max_running * (1 - self.config.interactive_share)
-        if len(batch) <= max(share, 1):
+        if self._batch_running <= self._batch_share:
             return False
+        batch = (running for running in self._running.values() if running.lane == "batch")
         self._preempt(min(batch, key=_cost_to_repeat))
         return True
 

@@ -68,6 +68,20 @@ def test_interactive_goes_first_until_batch_has_aged():
     assert [s.id for s in run_step(scheduler, now=11.0)] == [2]
 
 
+def test_an_aged_backlog_of_batch_takes_no_more_than_its_share_of_places():
+    scheduler = scheduler_of(max_running=4, interactive_share=0.75, ageing=10.0)
+    for number in range(20):
+        scheduler.submit(Sequence(number, [number], 50, lane="batch", arrival=0.0))
+    run_step(scheduler, now=1.0)
+    for number in range(30, 34):
+        scheduler.submit(Sequence(number, [number], 50, arrival=50.0))
+    run_step(scheduler, now=50.0)
+    assert {s.id for s in scheduler.running} == {0, 30, 31, 32}
+    scheduler.finish(next(s for s in scheduler.running if s.id == 0))
+    run_step(scheduler, now=51.0)
+    assert {s.id for s in scheduler.running} == {1, 30, 31, 32}, "the oldest of batch has its turn, not the newest"
+
+
 def test_an_interactive_request_takes_a_place_that_batch_has_beyond_its_share():
     scheduler = scheduler_of(max_running=4, interactive_share=0.5)
     for number in range(4):
