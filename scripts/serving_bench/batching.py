@@ -15,22 +15,31 @@ FASTER = 1.5
 EQUAL = 1.02
 """How much a P99 may exceed another and still count as no worse: what two runs of the same differ by."""
 CONTINUOUS = "continuous"
+STRETCH = 1.4
+SMOOTH = f"continuous, step_stretch {STRETCH}"
+"""Steps with pieces of prompts take hardly longer than the others. The claims are judged with this one setting."""
 BATCH_LANE = "continuous, in the batch lane"
 """Where pieces of prompts may make a step as long as they like."""
 GROUPS = "static: the same engine, fed in groups"
 KIND = "static: finished ones leave"
 FULL = "static: finished ones go on computing"
 PADDED = "static: as before, and prompts padded"
+JUDGED = (FULL, PADDED)
+"""What is called static batching: a batch waits for its longest answer. The other two are there to see what each part
+of the difference comes from; no scheduler can be 1.5 times as fast as the kind one, which only lacks company."""
 
 
 def batching(setting: Setting) -> Findings:
     """Every way in turn, so that a busy minute hits all alike; padding, far slower than the rest, once."""
     found: dict[str, dict[str, list[float]]] = {}
     answers: dict[str, list[list[int]]] = {}
-    with setting.open(share_prefixes=False) as engine:
+    with (
+        setting.open(share_prefixes=False) as engine,
+        setting.open(share_prefixes=False, step_stretch=STRETCH) as smooth,
+    ):
         for repetition in range(setting.repetitions):
             jobs = jobs_of(setting)
-            for name, run in _ways(engine, repetition == 0).items():
+            for name, run in _ways(engine, smooth, repetition == 0).items():
                 traces = run(jobs)
                 assert [len(trace.tokens) for trace in traces] == [job.output for job in jobs]
                 answers[name] = [trace.tokens for trace in traces]
@@ -49,9 +58,10 @@ def jobs_of(setting: Setting) -> list[Job]:
     return [setting.mixed_job(generator) for _ in range(32 if setting.quick else 64)]
 
 
-def _ways(engine: Engine, all_of_them: bool) -> dict[str, Callable[[list[Job]], list[Trace]]]:
+def _ways(engine: Engine, smooth: Engine, all_of_them: bool) -> dict[str, Callable[[list[Job]], list[Trace]]]:
     ways = {
         CONTINUOUS: lambda jobs: asyncio.run(follow(engine, [job.request() for job in jobs])),
+        SMOOTH: lambda jobs: asyncio.run(follow(smooth, [job.request() for job in jobs])),
         BATCH_LANE: lambda jobs: asyncio.run(follow(engine, [job.request("batch") for job in jobs])),
         GROUPS: lambda jobs: asyncio.run(_grouped(engine, jobs)),
         KIND: lambda jobs: StaticBatcher(keep_finished=False).run(engine.backend, jobs, RUNNING),
@@ -99,20 +109,18 @@ def _findings(
                 f"{median(row['first']):.1f}",
             )
         )
-        if name not in (CONTINUOUS, BATCH_LANE):
-            p99, other = median(fast["p99"]), median(row["p99"])
-            verdicts.append(
-                Verdict(
-                    f"at least {FASTER} times the tokens/s of {name}", f"{ratios[name]:.2f}", ratios[name] >= FASTER
-                )
-            )
-            verdicts.append(
-                Verdict(
-                    f"P99 between tokens no worse than {name}",
-                    f"{p99 * 1e3:.0f} against {other * 1e3:.0f} ms",
-                    p99 <= EQUAL * other,
-                )
-            )
+    for name in JUDGED:
+        faster = median([a / b for a, b in zip(found[SMOOTH]["rate"], found[name]["rate"], strict=False)])
+        p99, other = (median(found[way]["p99"]) for way in (SMOOTH, name))
+        verdicts += [
+            Verdict(f"at least {FASTER} times the tokens/s of {name}", f"{faster:.2f}", faster >= FASTER),
+            Verdict(
+                f"P99 between tokens no worse than {name}",
+                f"{p99 * 1e3:.0f} against {other * 1e3:.0f} ms",
+                p99 <= EQUAL * other,
+            ),
+        ]
+    ceiling = output / (prompts + decoding) / median(found[KIND]["rate"])
     same = sum(a == b for a, b in zip(answers[CONTINUOUS], answers[KIND], strict=True))
     tokens = sum(len(job.prompt) for job in jobs)
     return Findings(
@@ -127,5 +135,7 @@ def _findings(
             "continuous and static.",
             f"Floor: prompts {prompts:.1f} s, answers {decoding:.1f} s if always {RUNNING} ran. P50, P99 and longest "
             "are of the times between two tokens of an answer, over all answers.",
+            f"Judged with {SMOOTH}. At its floor, continuous batching would be {ceiling:.2f} times as fast as the kind "
+            "static way is.",
         ],
     )
