@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from heapq import merge
 from itertools import takewhile
 
-from engines.runtime.scheduler import QueueFullError
+from engines.runtime.scheduler import require_room
 from engines.runtime.sequence import LANES, Lane
 from plugins.errors import KilnError
 
@@ -99,10 +99,7 @@ class BatchQueue:
 
     def require_room(self) -> None:
         """Raise QueueFullError when as many wait as may."""
-        if len(self) >= self.config.max_waiting:
-            raise QueueFullError(
-                f"{self.config.max_waiting} requests wait already, which is the limit (max_waiting); try again later"
-            )
+        require_room(len(self), self.config.max_waiting)
 
     def add(self, request: Waiting) -> None:
         """Queue a request. Raises ValueError for a number already here."""

@@ -33,7 +33,7 @@ class KvCache(Protocol):
     """
 
     block_size: int
-    statistics: "KvStatistics"
+    statistics: KvStatistics
 
     @property
     def free(self) -> int:

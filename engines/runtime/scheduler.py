@@ -43,6 +43,12 @@ class QueueFullError(KilnError):
     """As many requests wait as may: try again later."""
 
 
+def require_room(waiting: int, max_waiting: int) -> None:
+    """Raise QueueFullError when so many wait that nobody else may."""
+    if waiting >= max_waiting:
+        raise QueueFullError(f"{max_waiting} requests wait already, which is the limit (max_waiting); try again later")
+
+
 @dataclass(frozen=True)
 class SchedulerConfig:
     """Limits and shares. Raises KilnError when they contradict each other."""
@@ -166,10 +172,7 @@ class Scheduler:
 
     def require_room(self, arriving: int = 0) -> None:
         """Raise QueueFullError when, with `arriving` others, as many wait as may. Any thread may call."""
-        if sum(map(len, self._waiting.values())) + arriving >= self.config.max_waiting:
-            raise QueueFullError(
-                f"{self.config.max_waiting} requests wait already, which is the limit (max_waiting); try again later"
-            )
+        require_room(sum(map(len, self._waiting.values())) + arriving, self.config.max_waiting)
 
     def expired(self, now: float) -> list[Sequence]:
         """Sequences whose deadline has passed; the caller finishes them."""

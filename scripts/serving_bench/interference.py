@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from engines.runtime.engine import Engine
-from serving_bench.setting import RUNNING, Findings, Job, Setting, Verdict, median, percentile, scheduler_knows
+from serving_bench.setting import RUNNING, Findings, Job, Setting, Verdict, median, percentile
 from serving_bench.trace import Reader
 
 STREAMS, LONG = 8, 4000
@@ -21,15 +21,14 @@ STEP_LIMIT = "step_stretch"
 
 def ways(setting: Setting) -> dict[str, dict[str, Any]]:
     """Name to configuration. Fixed piece sizes are measured without the limit on a step's time."""
-    unlimited = {STEP_LIMIT: None} if scheduler_knows(STEP_LIMIT) else {}
     sizes = (24, 512) if setting.quick else (16, 24, 32, 64, 128, 256, 512)
     found: dict[str, dict[str, Any]] = {"as it is by default": {}}
-    if unlimited and not setting.quick:
+    if not setting.quick:
         found |= {f"a step at most {stretch:g} times longer": {STEP_LIMIT: stretch} for stretch in (2.0, 3.0)}
     for size in sizes:
         # Eight tokens of a step are the streams' own.
-        found[f"pieces of {size}"] = {**unlimited, "tokens_per_step": size + STREAMS}
-    found["in one piece"] = {**unlimited, "tokens_per_step": LONG + RUNNING}
+        found[f"pieces of {size}"] = {STEP_LIMIT: None, "tokens_per_step": size + STREAMS}
+    found["in one piece"] = {STEP_LIMIT: None, "tokens_per_step": LONG + RUNNING}
     return found
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from engines.runtime.engine import Engine
 from serving_bench.interference import STEP_LIMIT
-from serving_bench.setting import RUNNING, Findings, Job, Setting, Verdict, median, percentile, scheduler_knows
+from serving_bench.setting import RUNNING, Findings, Job, Setting, Verdict, median, percentile
 from serving_bench.trace import Reader
 
 PROMPT, ANSWER = 512, 16
@@ -61,8 +61,7 @@ class Load:
 def lanes(setting: Setting) -> Findings:
     ways: dict[str, dict[str, Any]] = {"as it is by default": {}}
     if not setting.quick:
-        unlimited = {STEP_LIMIT: None} if scheduler_knows(STEP_LIMIT) else {}
-        ways |= {f"tokens_per_step {size}": {**unlimited, "tokens_per_step": size} for size in (128, 512)}
+        ways |= {f"tokens_per_step {size}": {STEP_LIMIT: None, "tokens_per_step": size} for size in (128, 512)}
     requests = 12 if setting.quick else 40
     floor = setting.prefill_floor(PROMPT)
     rows, verdicts, data = [], [], {}

@@ -5,7 +5,7 @@ Also the requests: prompts are random token ids, so nothing is shared by acciden
 """
 
 import statistics
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -99,11 +99,6 @@ class Setting:
             self.work.decode_operations(batch, context) / self.limits.product_rate,
             self.work.decode_bytes(batch, context) / self.limits.read_bandwidth,
         )
-
-
-def scheduler_knows(name: str) -> bool:
-    """Whether this Kiln's `SchedulerConfig` has such a field."""
-    return name in {field.name for field in fields(SchedulerConfig)}
 
 
 def percentile(values: Any, share: float) -> float:

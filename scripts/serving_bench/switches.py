@@ -1,7 +1,4 @@
-"""What single switches of the scheduler bring: speculation by prompt lookup, and overlap of two steps.
-
-Rows appear only for switches that this Kiln has.
-"""
+"""What single switches of the scheduler bring: speculation by prompt lookup, and overlap of two steps."""
 
 import asyncio
 
@@ -9,7 +6,7 @@ import numpy as np
 
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
-from serving_bench.setting import RUNNING, Findings, Job, Setting, median, scheduler_knows
+from serving_bench.setting import RUNNING, Findings, Job, Setting, median
 from serving_bench.trace import Trace, follow
 
 DRAFT = 8
@@ -24,19 +21,15 @@ PASSAGE = (
 def switches(setting: Setting) -> Findings:
     rows: list[tuple[str, ...]] = []
     data = {}
-    if scheduler_knows("speculate"):
-        for streams in (1, 4):
-            for kind in ("copying text", "random prompt"):
-                found, same, accepted = _speculation(setting, kind, streams)
-                name = f"speculation, {kind}, {streams} at a time"
-                rows.append(
-                    _row(name, found, f"{accepted:.0%} of drafts accepted, {same} of {streams} answers the same")
-                )
-                data[name] = {**found, "accepted": accepted, "same": same}
-    if scheduler_knows("overlap"):
-        found = _overlap(setting)
-        rows.append(_row(f"overlap, {RUNNING} at a time", found, ""))
-        data["overlap"] = found
+    for streams in (1, 4):
+        for kind in ("copying text", "random prompt"):
+            found, same, accepted = _speculation(setting, kind, streams)
+            name = f"speculation, {kind}, {streams} at a time"
+            rows.append(_row(name, found, f"{accepted:.0%} of drafts accepted, {same} of {streams} answers the same"))
+            data[name] = {**found, "accepted": accepted, "same": same}
+    found = _overlap(setting)
+    rows.append(_row(f"overlap, {RUNNING} at a time", found, ""))
+    data["overlap"] = found
     return Findings(
         "switches",
         "Single switches, on against off",
@@ -44,7 +37,6 @@ def switches(setting: Setting) -> Findings:
         rows,
         [],
         data,
-        [] if rows else ["This Kiln has none of these switches."],
     )
 
 

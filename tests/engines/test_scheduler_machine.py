@@ -30,12 +30,9 @@ OPERATIONS: Counter[str] = Counter()
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Any order of operations; the end runs everything that is left to its outcome."""
+    """Any order of operations; the end runs everything that is left to its outcome. Subclasses have a `cache`."""
 
     window = CONTEXT  # tokens before a position that must be readable
-
-    def cache(self):
-        raise NotImplementedError
 
     def __init__(self):
         super().__init__()
