@@ -3,7 +3,7 @@
     python scripts/bench_serving.py BUNDLE [--quick] [--only batching,prefixes] [--out PAGE] [--peer smollm2]
 
 Experiments: steps (what one costs), batching (continuous against static), prefixes (a shared beginning), interference
-(a long prompt among streams), lanes (interactive under batch load), switches (speculation, overlap). Takes some 40
+(a long prompt among streams), lanes (interactive under batch load), switches (speculation, overlap, swapping). Takes 80
 minutes, a tenth of that with --quick. Exits with 1 when a claim does not hold. --peer names the model that the bundle
 was built from, and measures transformers on it, which needs torch.
 """

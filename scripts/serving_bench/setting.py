@@ -68,10 +68,12 @@ class Setting:
     work: DecoderWork
     limits: Limits
 
-    def open(self, **config: Any) -> Engine:
+    def open(self, *, kv_blocks: int | None = None, swap_blocks: int = 0, **config: Any) -> Engine:
         """An engine with these `SchedulerConfig` fields, warm."""
         settings = SchedulerConfig(**{"max_running": RUNNING, **config})
-        engine = Engine.open(self.bundle.path, config=settings, threads=self.threads)
+        engine = Engine.open(
+            self.bundle.path, config=settings, kv_blocks=kv_blocks, swap_blocks=swap_blocks, threads=self.threads
+        )
         engine.generate([Job(self.prompt(np.random.default_rng(0), 300), 4).request()])
         return engine
 

@@ -1,17 +1,21 @@
-"""What single switches of the scheduler bring: speculation by prompt lookup, and overlap of two steps."""
+"""What single switches of the scheduler bring: speculation by prompt lookup, overlap of two steps, and swapping."""
 
 import asyncio
+import time
 
 import numpy as np
 
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
+from engines.runtime.sequence import blocks_for
 from serving_bench.setting import RUNNING, Findings, Job, Setting, median
 from serving_bench.trace import Trace, follow
 
 DRAFT = 8
 """Tokens that speculation proposes at most."""
 ANSWER = 128
+SWAPPED_PROMPT, SWAPPED_ANSWER = 192, 320
+"""Tokens of requests that outgrow the cache, which has room for their prompts and two thirds of what they become."""
 PASSAGE = (
     "The lighthouse keeper wrote the wind, the height of the tide and the names of passing ships into a grey ledger "
     "every evening. In the winter of 1911 the entries became shorter: the wind, the tide, no ships. "
@@ -30,6 +34,11 @@ def switches(setting: Setting) -> Findings:
     found = _overlap(setting)
     rows.append(_row(f"overlap, {RUNNING} at a time", found, ""))
     data["overlap"] = found
+    found, preempted = _swapping(setting)
+    name = f"swapping, {RUNNING} at a time in a cache for two thirds of them"
+    remark = " and ".join(f"{count:.0f} preempted {name}" for name, count in preempted.items())
+    rows.append(_row(name, found, remark))
+    data["swapping"] = {**found, "preempted": preempted}
     return Findings(
         "switches",
         "Single switches, on against off",
@@ -74,6 +83,26 @@ def _overlap(setting: Setting) -> dict[str, list[float]]:
             for name, engine in (("off", plain), ("on", overlapping)):
                 found[name].append(_decode_rate(_traces(engine, requests)))
     return found
+
+
+def _swapping(setting: Setting) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Tokens/s over all, because repeating a prompt or bringing it back is what differs; and preemptions by run."""
+    found: dict[str, list[float]] = {"off": [], "on": []}
+    decoder = setting.bundle.manifest.decoder
+    assert decoder is not None
+    blocks = RUNNING * blocks_for(SWAPPED_PROMPT + SWAPPED_ANSWER, decoder.kv.block_size) * 2 // 3
+    with setting.open(kv_blocks=blocks) as plain, setting.open(kv_blocks=blocks, swap_blocks=blocks) as swapping:
+        engines = {"off": plain, "on": swapping}
+        for repetition in range(setting.repetitions):
+            generator = np.random.default_rng((setting.seed, repetition))
+            prompts = [setting.prompt(generator, SWAPPED_PROMPT) for _ in range(RUNNING)]
+            requests = [Job(prompt, SWAPPED_ANSWER).request() for prompt in prompts]
+            for name, engine in engines.items():
+                start = time.perf_counter()
+                traces = _traces(engine, requests)
+                found[name].append(sum(len(trace.times) for trace in traces) / (time.perf_counter() - start))
+        preempted = {name: _counted(engine, "preemptions") / setting.repetitions for name, engine in engines.items()}
+    return found, preempted
 
 
 def _traces(engine: Engine, requests: list[Request]) -> list[Trace]:
