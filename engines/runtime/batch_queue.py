@@ -3,10 +3,11 @@
 Pure Python: no tensors, no threads, and no clock; `now` is passed in, in seconds of any monotonic clock. What makes two
 requests alike enough to share a batch is `engines.runtime.shape_buckets`' business. Rules:
 
-1. Lanes: `interactive` goes before `batch`; within a lane, first come first served. A batch request that has waited
-   longer than `ageing` goes with the interactive ones, by arrival, so that nothing starves.
+1. Lanes: `interactive` goes before `batch`; within a lane, first come first served. Where both wait, a batch request
+   that has waited longer than `ageing` goes first as often as its lane's share allows, so that nothing starves and a
+   backlog does not hold up the interactive lane.
 2. A batch is the request whose turn it is and, in turns, those like it that fit into its limit of rows. Where both
-   lanes want more rows than that, the interactive lane gets its share; what one lane does not need, the other gets.
+   lanes want more rows than that, each gets its share; what one lane does not need, the other gets.
 3. It starts as soon as the engine is free, with one exception: while fewer wait than were here when the last batch
    ended (those who were served then are likely to come back), and less than `max_batch` rows wait, it is put off by up
    to `max_wait` from the moment the first request found the engine free. So a caller who is alone never waits for
@@ -15,8 +16,6 @@ requests alike enough to share a batch is `engines.runtime.shape_buckets`' busin
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from heapq import merge
-from itertools import takewhile
 
 from engines.runtime.scheduler import require_room
 from engines.runtime.sequence import LANES, Lane
@@ -37,9 +36,9 @@ class BatchingConfig:
     tokens_per_batch: int = 4096
     """Rows times the upper end of the bucket, at most, for a batch of token sequences; one row always runs."""
     interactive_share: float = 0.8
-    """Of a batch's rows, where both lanes want them."""
+    """Of a batch's rows, and of the first turns, where both lanes want them; at most 0.95."""
     ageing: float = 30.0
-    """Seconds of waiting after which a batch request goes with the interactive ones."""
+    """Seconds of waiting after which a batch request may go before interactive ones, within its lane's share."""
     max_waiting: int = 4096
     """Requests that may wait."""
     tolerance: float = 1e-3
@@ -53,8 +52,8 @@ class BatchingConfig:
         for name in ("max_wait", "ageing", "tolerance"):
             if not getattr(self, name) >= 0:
                 raise KilnError(f"{name} is {getattr(self, name)}; expected 0 or more")
-        if not 0 <= self.interactive_share <= 1:
-            raise KilnError(f"interactive_share is {self.interactive_share}; expected 0 to 1")
+        if not 0 <= self.interactive_share <= 0.95:
+            raise KilnError(f"interactive_share is {self.interactive_share}; expected 0 to 0.95")
         if any(length < 1 for length in self.buckets) or list(self.buckets) != sorted(set(self.buckets)):
             raise KilnError(
                 f"buckets are {self.buckets}; expected ascending lengths of at least 1, such as (16, 32, 64)"
@@ -86,6 +85,7 @@ class BatchQueue:
         self._running = 0  # requests in the batch that was taken
         self._expected = 0  # requests that were here when the last batch ended
         self._free_since = float("-inf")
+        self._batch_credit = 1.0  # grows by its share of turns where both lanes wait; 1 lets an aged one go first
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -115,11 +115,10 @@ class BatchQueue:
 
     def due(self, now: float) -> float | None:
         """When the next batch should start if nobody else comes and the engine is free; None when nobody waits."""
-        heads = [next(iter(queue.values())) for queue in self._waiting.values() if queue]
-        if not heads:
+        if not len(self):
             return None
-        first = min(heads, key=lambda head: self._turn(head, now))
-        oldest = min(head.arrival for head in heads)
+        first = next(iter(self._turns(now)[0].values()))
+        oldest = min(next(iter(queue.values())).arrival for queue in self._waiting.values() if queue)
         settled = first.key is None or first.rows >= first.limit
         if settled or self._rows >= self.config.max_batch or len(self) >= self._expected:
             return oldest
@@ -127,20 +126,24 @@ class BatchQueue:
 
     def select(self, now: float) -> tuple[Waiting, ...]:
         """The next batch, in turns; empty only when nobody waits. Changes nothing."""
-        urgent, patient = self._split(now)
-        if not urgent and not patient:
+        if not len(self):
             return ()
-        first = (urgent or patient)[0]
+        turns = self._turns(now)
+        first = next(iter(turns[0].values()))
         if first.key is None or first.rows >= first.limit:
             return (first,)
-        urgent, patient = ([other for other in group if other.key == first.key] for group in (urgent, patient))
-        wanted, others = (sum(request.rows for request in group) for group in (urgent, patient))
-        share = max(int(first.limit * self.config.interactive_share), first.rows)
+        leading, following = ([other for other in lane.values() if other.key == first.key] for lane in turns)
+        wanted, others = (sum(request.rows for request in lane) for lane in (leading, following))
+        interactive = self.config.interactive_share
+        share = max(int(first.limit * (interactive if first.lane == "interactive" else 1 - interactive)), first.rows)
         room = min(wanted, max(share, first.limit - others))
-        return (*_fitting(urgent, room), *_fitting(patient, first.limit - room))
+        return (*_fitting(leading, room), *_fitting(following, first.limit - room))
 
     def take(self, batch: tuple[Waiting, ...]) -> None:
         """A batch starts: its requests wait no longer."""
+        if all(self._waiting.values()):
+            spent = 1.0 if batch[0].lane == "batch" else 0.0
+            self._batch_credit = min(self._batch_credit - spent + 1 - self.config.interactive_share, 1.0)
         for request in batch:
             self.remove(request)
         self._running = len(batch)
@@ -151,15 +154,13 @@ class BatchQueue:
         self._running = 0
         self._free_since = now
 
-    def _turn(self, request: Waiting, now: float) -> tuple[bool, float]:
-        """What sorts requests by turn."""
-        return request.lane == "batch" and now - request.arrival < self.config.ageing, request.arrival
-
-    def _split(self, now: float) -> tuple[list[Waiting], list[Waiting]]:
-        """Who waits, in turns: those that go first (interactive or aged), and the rest."""
-        interactive, batch = (list(self._waiting[lane].values()) for lane in LANES)
-        aged = list(takewhile(lambda request: now - request.arrival >= self.config.ageing, batch))
-        return list(merge(interactive, aged, key=lambda request: request.arrival)), batch[len(aged) :]
+    def _turns(self, now: float) -> tuple[dict[int, Waiting], dict[int, Waiting]]:
+        """The lane whose turn it is, which is not empty unless both are, and the other one."""
+        interactive, batch = (self._waiting[lane] for lane in LANES)
+        if not interactive:
+            return batch, interactive
+        aged = batch and now - next(iter(batch.values())).arrival >= self.config.ageing
+        return (batch, interactive) if aged and self._batch_credit >= 1 else (interactive, batch)
 
 
 def _fitting(requests: list[Waiting], room: int) -> list[Waiting]:

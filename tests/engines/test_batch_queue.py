@@ -56,7 +56,7 @@ def test_what_shares_with_nobody_or_fills_a_batch_runs_alone():
         assert queue.due(0) == 0
 
 
-def test_interactive_goes_first_and_aged_requests_by_arrival():
+def test_interactive_goes_first_and_aged_requests_within_their_share():
     old = waiting("x", lane="batch", arrival=0)
     new = waiting("y", lane="batch", arrival=5)
     interactive = waiting("z", arrival=6)
@@ -64,7 +64,9 @@ def test_interactive_goes_first_and_aged_requests_by_arrival():
     assert queue.select(9) == (interactive,)
     assert queue.select(10) == (old,)
     queue.take((old,))
-    assert queue.select(12) == (interactive,)
+    assert queue.select(16) == (interactive,)  # the other lane has had its turn
+    queue.take((interactive,))
+    queue.add(waiting("z", arrival=16))
     assert queue.select(16) == (new,)
 
 
@@ -146,7 +148,7 @@ def test_misuse_is_an_error():
         ({"max_wait": -0.1}, "max_wait is -0.1; expected 0 or more"),
         ({"ageing": float("nan")}, "ageing is nan"),
         ({"tolerance": -1.0}, "tolerance is -1.0"),
-        ({"interactive_share": 1.5}, "interactive_share is 1.5; expected 0 to 1"),
+        ({"interactive_share": 1.5}, "interactive_share is 1.5; expected 0 to 0.95"),
         ({"buckets": (16, 8)}, "expected ascending lengths"),
         ({"buckets": (0, 8)}, "expected ascending lengths"),
     ],
@@ -168,14 +170,11 @@ class Batching(RuleBasedStateMachine):
         self.now = 0.0
         self.free_since = 0.0
         self.number = 0
+        self.contested = self.batch_first = self.passed_over = 0
 
     @property
     def everyone(self) -> list[Waiting]:
         return [*self.lanes["interactive"], *self.lanes["batch"]]
-
-    def turn(self, request: Waiting) -> tuple[bool, float, int]:
-        aged = self.now - request.arrival >= self.config.ageing
-        return (request.lane == "batch" and not aged, request.arrival, request.lane == "batch")
 
     @rule(
         key=st.sampled_from(["a", "b", None]),
@@ -212,8 +211,9 @@ class Batching(RuleBasedStateMachine):
     def start(self) -> None:
         self.now = max(self.now, self.queue.due(self.now))
         batch = self.queue.select(self.now)
-        first = min(self.everyone, key=self.turn)
-        assert batch[0] is first, "whose turn it is"
+        first = batch[0]
+        assert first is self.lanes[first.lane][0], "first come, first served"
+        self.check_lane(first)
         if len(batch) > 1:
             assert {request.key for request in batch} == {first.key} != {None}
             assert sum(request.rows for request in batch) <= first.limit
@@ -223,17 +223,35 @@ class Batching(RuleBasedStateMachine):
         for request in batch:
             self.lanes[request.lane].remove(request)
 
+    def check_lane(self, first: Waiting) -> None:
+        """Where both lanes wait, the batch lane goes first only with an aged request, within its share, and often
+        enough."""
+        if not all(self.lanes.values()):
+            return
+        share = 1 - self.config.interactive_share
+        aged = self.now - self.lanes["batch"][0].arrival >= self.config.ageing
+        self.contested += 1
+        if first.lane == "batch":
+            assert aged
+            self.batch_first += 1
+            self.passed_over = 0
+            assert self.batch_first <= 1 + self.contested * share
+        elif aged:
+            self.passed_over += 1
+            assert self.passed_over <= 1 / share + 1
+
     def check_nobody_was_overtaken(self, batch: tuple[Waiting, ...]) -> None:
-        """Of each half, urgent and patient, those that run are the first; a patient one runs beside urgent ones only
-        within what these leave or its lane's share."""
-        like = sorted((request for request in self.everyone if request.key == batch[0].key), key=self.turn)
-        halves = [[r for r in like if self.turn(r)[0] == patient] for patient in (False, True)]
-        taken = [[r for r in batch if self.turn(r)[0] == patient] for patient in (False, True)]
-        assert all(half[: len(some)] == some for half, some in zip(halves, taken, strict=True))
-        if taken[1] and len(taken[0]) < len(halves[0]):
-            left = halves[0][len(taken[0])]
-            urgent = sum(request.rows for request in taken[0])
-            assert urgent + left.rows > int(batch[0].limit * self.config.interactive_share)
+        """Of each lane, those that run are the first; one of the other lane runs beside the leading one only within
+        what that leaves or its lane's share."""
+        leading, following = batch[0].lane, "batch" if batch[0].lane == "interactive" else "interactive"
+        like = {lane: [r for r in self.lanes[lane] if r.key == batch[0].key] for lane in self.lanes}
+        taken = {lane: [r for r in batch if r.lane == lane] for lane in self.lanes}
+        assert all(like[lane][: len(some)] == some for lane, some in taken.items())
+        if taken[following] and len(taken[leading]) < len(like[leading]):
+            left = like[leading][len(taken[leading])]
+            rows = sum(request.rows for request in taken[leading])
+            share = self.config.interactive_share if leading == "interactive" else 1 - self.config.interactive_share
+            assert rows + left.rows > int(batch[0].limit * share)
 
     @invariant()
     def all_are_counted(self) -> None:
