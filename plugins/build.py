@@ -22,7 +22,9 @@ from pathlib import Path
 from plugins.errors import KilnError
 
 _ROOT = Path(__file__).parent
-_KERNELS = ("paged_attention/kernels.cc", "elementwise/kernels.cc")
+_BASIC = ("plain", "avx2", "avx512")
+_KERNELS: dict[str, tuple[str, ...]] = {"paged_attention/kernels.cc": _BASIC, "elementwise/kernels.cc": _BASIC}
+"""Kernels, and the instruction sets that each is compiled for."""
 _SOURCES = (
     *("paged_attention/cpu.cc", "paged_attention/check.cc", "paged_attention/ort.cc"),
     *("elementwise/cpu.cc", "elementwise/ort.cc"),
@@ -31,11 +33,14 @@ _SOURCES = (
 # Instruction sets by machine; must agree with the dispatch in isa.h. Never -march=native: the
 # library travels to other machines inside bundles.
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _ISAS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "plain": (),
         "avx2": _AVX2,
-        "avx512": (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+        "avx512": _AVX512,
+        "avx512vnni": (*_AVX512, "-mavx512vnni"),
+        "avx512bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
     }
 }
 _PLAIN_ONLY: dict[str, tuple[str, ...]] = {"plain": ()}
@@ -125,7 +130,7 @@ def _isas() -> dict[str, tuple[str, ...]]:
 def _key(variant: _Variant, compiler: list[str]) -> str:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
     digest = hashlib.sha256()
-    facts = (compiler[1:], version.stdout, platform.machine(), variant, sorted(_isas().items()))
+    facts = (compiler[1:], version.stdout, platform.machine(), variant, sorted(_isas().items()), _KERNELS)
     digest.update(repr(facts).encode())
     for source in sorted(path for path in _ROOT.rglob("*") if path.suffix in {".h", ".cc"}):
         content = source.read_bytes()
@@ -139,7 +144,12 @@ def _compile(variant: _Variant, compiler: list[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         folder = Path(temporary)
         jobs: list[tuple[str, tuple[str, ...]]] = [(source, ()) for source in _SOURCES]
-        jobs += [(source, (f"-DKILN_ISA={isa}", *flags)) for isa, flags in _isas().items() for source in _KERNELS]
+        jobs += [
+            (source, (f"-DKILN_ISA={isa}", *flags))
+            for source, wanted in _KERNELS.items()
+            for isa, flags in _isas().items()
+            if isa in wanted
+        ]
         objects = [str(folder / f"{number}.o") for number in range(len(jobs))]
         commands = [
             [*compiler, *variant.compile_flags, *flags, "-c", str(_ROOT / source), "-o", target]

@@ -23,10 +23,26 @@ bool has_avx512() {
 #endif
 }
 
+bool has_vnni() {
+#if defined(__x86_64__)
+  return has_avx512() && __builtin_cpu_supports("avx512vnni");
+#else
+  return false;
+#endif
+}
+
+bool has_bf16() {
+#if defined(__x86_64__)
+  return has_vnni() && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 std::atomic<int> chosen_isa{0};
 
 int best_isa() {
-  static const int best = has_avx512() ? 3 : has_avx2() ? 2 : 1;
+  static const int best = has_bf16() ? 5 : has_vnni() ? 4 : has_avx512() ? 3 : has_avx2() ? 2 : 1;
   return best;
 }
 
@@ -40,7 +56,7 @@ int isa_in_use() {
 }  // namespace kiln
 
 int kiln_set_isa(int isa) {
-  if (isa < 0 || isa > 3 || isa > kiln::best_isa()) return -1;
+  if (isa < 0 || isa > kiln::best_isa()) return -1;
   kiln::chosen_isa = isa;
   return kiln::isa_in_use();
 }

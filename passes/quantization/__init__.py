@@ -1,0 +1,1 @@
+"""Quantisation: which layers a graph has, what is planned for each, what was calibrated, and the rewrites."""

@@ -1,0 +1,1 @@
+"""Products of quantised matrices, and the operators that quantise rows for them."""
