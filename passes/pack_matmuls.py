@@ -181,17 +181,30 @@ def _pack(scope: gs.Graph, group: Sequence[Projection], place: gs.Node) -> gs.Te
     biases = _biases(group, weight.dtype)
     bias = [] if biases is None else [new_constant(first, "packed_bias", biases)]
     attrs = dict(group[0].product.attrs)
+    name = packed_name([projection.product.name for projection in group])
     if is_op(group[0].product, "Gemm") or not bias:
-        insert_before(scope, place, gs.Node(group[0].product.op, packed.name, attrs, [*inputs, *bias], [packed]))
+        insert_before(
+            scope, place, gs.Node(group[0].product.op, name or packed.name, attrs, [*inputs, *bias], [packed])
+        )
         return packed
     product = new_variable(first, "packed_product", shape)
     insert_before(
         scope,
         place,
-        gs.Node("MatMul", product.name, attrs, inputs, [product]),
+        gs.Node("MatMul", name or product.name, attrs, inputs, [product]),
         gs.Node("Add", packed.name, inputs=[product, *bias], outputs=[packed]),
     )
     return packed
+
+
+def packed_name(names: Sequence[str]) -> str:
+    """One name for several, joined below the path that they share: `a.q+k` of `a.q` and `a.k`; empty if one is."""
+    paths = [name.split(".") for name in names]
+    shared = 0
+    while all(len(path) > shared + 1 and path[: shared + 1] == paths[0][: shared + 1] for path in paths):
+        shared += 1
+    rest = "+".join(".".join(path[shared:]) for path in paths)
+    return ".".join([*paths[0][:shared], rest]) if all(names) else ""
 
 
 def _biases(group: Sequence[Projection], dtype: np.dtype) -> NDArray | None:

@@ -5,6 +5,7 @@ their own input and output names. Weights go to one external data file beside th
 whatever its size; traces of the exporting machine are removed.
 """
 
+import ast
 import io
 import logging
 import warnings
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from passes.onnx_model import DECODER_METADATA, DecoderSpec, OnnxModel, onnx_model_from_path
+from passes.quantization.layers import LAYER_KINDS, unique_name
 from pipeline.config import BuildConfig
 from pipeline.load import TorchModel
 from pipeline.serving_graph import kv_layers, runs, serving_module
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 OPSET = 21
 _CACHE_DIMS = ("blocks", "block_size")
+_SCOPES = "pkg.torch.onnx.name_scopes"
+"""Where torch notes the modules around a node, outermost first."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ def export_model(model: TorchModel, path: Path, config: BuildConfig) -> OnnxMode
             "fixed by the model, pass dynamic_shapes from a module:callable"
         ) from error
     assert program is not None
+    _name_layers(program.model)
     _remove_traces(program.model)
     _name_dimensions(program.model)
     program.model.metadata_props.update(traced.metadata)
@@ -212,6 +217,31 @@ def _eos_token_ids(model: TorchModel) -> tuple[int, ...]:
         value = getattr(holder, "eos_token_id", None)
         found.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     return tuple(sorted(found))
+
+
+def _name_layers(model: "onnx_ir.Model") -> None:
+    """Name every product after the module that it comes from, such as `model.layers.0.mlp.gate_proj`.
+
+    Those that no module of the user's own made keep their names. Several of one module are numbered from the second on.
+    """
+    taken: set[str] = set()
+    for graph in model.graphs():
+        for node in graph:
+            module = _module_of(node) if node.op_type in LAYER_KINDS and node.domain == "" else ""
+            if module:
+                node.name = unique_name(module, taken)
+
+
+def _module_of(node: "onnx_ir.Node") -> str:
+    """Path of the module that owns a node's weight, else of the innermost one around it, from the user's model on.
+
+    The weight goes first: a convolution fused with its norm lies in the norm's module.
+    """
+    weight = node.inputs[1] if len(node.inputs) > 1 else None
+    path = str(weight.name).rpartition(".")[0] if weight is not None and weight.is_initializer() else ""
+    if not path:
+        path = next(iter(ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))[-2:-1]), "")  # the last is the node's
+    return path.partition(".")[2]  # without the wrapper's own attribute
 
 
 def _remove_traces(model: "onnx_ir.Model") -> None:
