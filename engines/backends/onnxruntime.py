@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.base import StepInputs
+from engines.backends.probes import PREFIX, graph_with_probes
 from engines.backends.window import graph_with_window
 from engines.runtime.info import TensorInfo
 from engines.sku import host_memory
@@ -55,6 +56,7 @@ class OnnxRuntimeDecoder:
         kv: cache layout; memory of `num_blocks * kv.bytes_per_block` bytes is reserved, zeroed, once.
         host_blocks: blocks to which `move_blocks` can move content out of the cache.
         window: attend to so many tokens only, for a cache of rings; None attends as the graph says.
+        probes: tensors inside the graph that `probe` gives; they cost memory and speed.
         provider: only the CPU provider for now.
         plugins: libraries with the graph's custom operators.
         threads: threads of one step; None uses every CPU that this process may run on.
@@ -72,6 +74,7 @@ class OnnxRuntimeDecoder:
         *,
         host_blocks: int = 0,
         window: int | None = None,
+        probes: Sequence[str] = (),
         provider: str = CPU,
         plugins: Sequence[Path] = (),
         threads: int | None = None,
@@ -84,14 +87,20 @@ class OnnxRuntimeDecoder:
         self.kv = kv
         self.num_blocks = num_blocks
         self.host_blocks = host_blocks
+        assert window is None or not probes, "a graph is changed in one way"
         graph = None if window is None else graph_with_window(engine, window)
+        if probes:
+            graph = graph_with_probes(engine, probes)
         self._session = session_from_file(engine, provider, plugins, threads, optimized, config, graph)
-        _check_serving_graph(engine, self._session, kv)
+        _check_serving_graph(engine, self._session, kv, probes)
         outputs = {node.name: node for node in self._session.get_outputs()}
         self._vocabulary: int = outputs[LOGITS].shape[1]
         self._binding = self._session.io_binding()
         self._arrays: dict[str, NDArray] = {}  # over the caches' memory; 16-bit floats as uint16
         self._caches = self._bind_caches()
+        self._probes = tuple(probes)
+        for probe in probes:
+            self._binding.bind_output(PREFIX + probe)
         self._host_caches = {
             name: np.zeros((host_blocks, *array.shape[1:]), array.dtype)
             for name, array in self._arrays.items()
@@ -120,6 +129,13 @@ class OnnxRuntimeDecoder:
         self._binding.bind_output(LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(self._binding)
         return logits
+
+    def probe(self, inputs: StepInputs) -> dict[str, NDArray[np.float32]]:
+        """Run one step as `step` does; gives what the `probes` held, by name, and the logits."""
+        logits = self.step(inputs)
+        first = len(self._caches)  # outputs come in the order in which they were bound
+        values = self._binding.get_outputs()[first : first + len(self._probes)]
+        return {**{name: value.numpy() for name, value in zip(self._probes, values, strict=True)}, LOGITS: logits}
 
     def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (from, to) one after the other; numbers from `num_blocks` on are the host blocks."""
@@ -319,7 +335,7 @@ def _check_pool(kv: KvSpec, num_blocks: int) -> None:
         )
 
 
-def _check_serving_graph(engine: Path, session: Any, kv: KvSpec) -> None:
+def _check_serving_graph(engine: Path, session: Any, kv: KvSpec, probes: Sequence[str]) -> None:
     """Compare the graph's inputs and outputs with the schema and the cache layout."""
     inputs = {node.name: node for node in session.get_inputs()}
     outputs = {node.name: node for node in session.get_outputs()}
@@ -327,7 +343,7 @@ def _check_serving_graph(engine: Path, session: Any, kv: KvSpec) -> None:
     aliases = {name for layer in range(len(kv.layers)) for name in cache_output_names(layer)}
     for kind, found, expected in (
         ("inputs", set(inputs), {*STEP_INPUTS, *caches}),
-        ("outputs", set(outputs), {LOGITS, *aliases}),
+        ("outputs", set(outputs), {LOGITS, *aliases, *(PREFIX + probe for probe in probes)}),
     ):
         if found != expected:
             lacks, has = sorted(expected - found)[:3], sorted(found - expected)[:3]
