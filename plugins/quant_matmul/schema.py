@@ -2,19 +2,23 @@
 
 Single source of truth: the passes that make them and the kernels' bindings take their names from here.
 
-A row of activations is quantised by itself, in groups of `group_size` consecutive values (0: the whole row):
-scale = max|x| / 127 over the group, q = x / scale rounded to nearest, ties to even. A group of zeros has scale 0. A row
-with a NaN or an infinity has the scale NaN in that group, so that its results are NaN and nothing is hidden. A row's
-result depends on that row alone, to the bit: not on the batch, nor on the threads.
+A row of activations is quantised by itself, in groups of `group_size` consecutive values (0: the whole row): with
+largest = max|x| over the group, scale = largest / 127 and q = x * (127 / largest) rounded to nearest, ties to even, each
+step in float32. A group whose largest is below 2^-100 counts as zeros: q and scale are 0. A group with a NaN or an
+infinity has the scale NaN, so that its row's results are NaN and nothing is hidden; its q are 0. A row's result depends
+on that row alone, to the bit: not on the batch, nor on the threads.
 
 Weights are integers of `bits` (8: -127..127; 4: -7..7) with one scale for each output and each group of `group_size`
-consecutive values of the depth (0: all). `plugins.quant_matmul.packing` has their layout.
+consecutive values of the depth k (0: all). `plugins.quant_matmul.packing` lays both out as the kernels read them.
 
     kiln::QuantizeRows         x -> q, scale
     kiln::AddRmsNormQuantize   sum = x + skip; normalized as kiln::AddRmsNorm has it, quantised -> q, scale, sum
-    kiln::SwiGluQuantize       gate * sigmoid(gate) * up, quantised -> q, scale
+    kiln::SwiGluQuantize       gate * sigmoid(alpha * gate) * up, quantised -> q, scale
     kiln::Int8MatMul           y[m, n] = sum over groups of scale[m, g] * weight_scale[n, g] * (q . w, exact) + bias[n]
-    kiln::WeightMatMul         y[m, n] = sum over k of x[m, k] * weight_scale[n, g(k)] * w[k, n] + bias[n]
+    kiln::WeightMatMul         y[m, n] = sum over groups of weight_scale[n, g] * (x . w, in float32) + bias[n]
+
+The first three give the bits that kiln::AddRmsNorm or kiln::SwiGlu and then kiln::QuantizeRows would. Group sizes are
+0 or multiples of 4; of Int8MatMul's two, one is 0 or both are the same. A group may be at most 131072 deep.
 """
 
 from plugins.spec import OperatorSpec, TensorSpec
@@ -29,7 +33,7 @@ _QUANTISED = (
 )
 _WEIGHTS = (
     TensorSpec("weight", ("packed_bytes",), _PACKED),
-    TensorSpec("weight_scale", ("n", "groups"), _FLOAT),
+    TensorSpec("weight_scale", ("panels", "groups", "16"), _FLOAT),
     TensorSpec("bias", ("n",), _FLOAT, optional=True),
 )
 _RESULT = (TensorSpec("y", ("...", "n"), _FLOAT),)
