@@ -1,4 +1,4 @@
-"""Logits of every position of a text, straight from a backend: for perplexity and comparison, not for serving."""
+"""Logits of a text's positions, straight from a backend: for perplexity and comparison, not for serving."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.base import DecoderBackend, StepInputs
+from engines.backends.base import DecoderBackend
 from engines.runtime.packing import step_inputs_from_batch
 from engines.runtime.scheduler import Chunk
 from engines.runtime.sequence import Sequence as RunningSequence
@@ -15,8 +15,12 @@ from engines.runtime.sequence import blocks_for
 from plugins.errors import KilnError
 
 
-def score(backend: DecoderBackend, token_ids: Sequence[int], chunk: int = 512) -> Iterator[NDArray[np.float32]]:
+def score(
+    backend: DecoderBackend, token_ids: Sequence[int], chunk: int = 512, positions: Sequence[int] | None = None
+) -> Iterator[NDArray[np.float32]]:
     """Run `token_ids` as one sequence and yield the logits of each chunk of positions, [<= chunk, vocabulary] float32.
+
+    With `positions`, ascending, only theirs.
 
     Uses the backend's first blocks: no request may run on it meanwhile, and what they held is lost.
     Raises KilnError when the tokens do not fit into the cache, ValueError for no tokens or a chunk below 1.
@@ -32,16 +36,16 @@ def score(backend: DecoderBackend, token_ids: Sequence[int], chunk: int = 512) -
         )
     sequence = RunningSequence(0, token_ids, max_tokens=1)
     sequence.blocks = array("i", range(needed))
-    return _chunks(backend, sequence, chunk)
+    wanted = np.arange(len(token_ids)) if positions is None else np.asarray(positions)
+    return _chunks(backend, sequence, chunk, wanted)
 
 
-def _chunks(backend: DecoderBackend, sequence: RunningSequence, chunk: int) -> Iterator[NDArray[np.float32]]:
+def _chunks(
+    backend: DecoderBackend, sequence: RunningSequence, chunk: int, wanted: NDArray[np.integer]
+) -> Iterator[NDArray[np.float32]]:
     while sequence.pending:
         part = Chunk(sequence, sequence.computed, min(chunk, sequence.pending))
         inputs = step_inputs_from_batch((part,), backend.kv.block_size)
-        yield backend.step(_with_all_logits(inputs))
+        here = wanted[(wanted >= part.start) & (wanted < part.end)] - part.start
+        yield backend.step(replace(inputs, logits_indices=here.astype(np.int32)))
         sequence.computed = part.end
-
-
-def _with_all_logits(inputs: StepInputs) -> StepInputs:
-    return replace(inputs, logits_indices=np.arange(len(inputs.input_ids), dtype=np.int32))
