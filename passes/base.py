@@ -17,6 +17,8 @@ class Effect(Enum):
     """Same formula, sums and products in another order."""
     PRECISION = "changes precision"
     """Values are stored or computed in another type."""
+    QUANTISES = "quantises"
+    """Values are stored or computed in so few bits that the accuracy has to be judged, not the error."""
     MODEL = "changes the model"
     """Another function: its accuracy has to be judged, not its error."""
 

@@ -31,6 +31,7 @@ LIMITS: Mapping[Effect, float | None] = {
     Effect.EXACT: 1e-6,  # a backend may choose another kernel for another shape
     Effect.REORDERS: 1e-4,
     Effect.PRECISION: 5e-2,
+    Effect.QUANTISES: None,
     Effect.MODEL: None,
 }
 """Largest max|after - before| / max|before| of any output that a pass may cause, by its effect; None: reported only."""

@@ -113,7 +113,7 @@ def _attention_target(target: PassTarget) -> dict[str, Any]:
     return {"target": "standard" if target.backend == "tensorrt" else "onnxruntime"}
 
 
-TABLE: tuple[Entry, ...] = (
+FLOAT_TABLE: tuple[Entry, ...] = (
     Entry(BindAttention, default=lambda target: target.backend == "cpu"),
     Entry(FoldConstants),
     Entry(RemoveNoOps),
@@ -146,6 +146,10 @@ TABLE: tuple[Entry, ...] = (
             "measure": target.measure_ranges,
         },
     ),
+)
+"""What a graph is rewritten to before it is calibrated and quantised."""
+
+BINDING_TABLE: tuple[Entry, ...] = (
     Entry(FuseQdq, default=lambda target: target.backend == "cpu"),
     Entry(LayoutNhwc, options=lambda target: {"target": _LAYOUTS[target.backend]}),
     Entry(SinkTransposes),
@@ -158,6 +162,9 @@ TABLE: tuple[Entry, ...] = (
     Entry(RemoveNoOps),
     Entry(MergeDuplicates),
 )
+"""What turns the result into a backend's own forms."""
+
+TABLE = (*FLOAT_TABLE, *BINDING_TABLE)
 
 
 def pass_names() -> tuple[str, ...]:
@@ -165,8 +172,10 @@ def pass_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(entry.name for entry in TABLE))
 
 
-def standard_passes(target: PassTarget, switches: PassSwitches = PassSwitches()) -> list[Pass]:
-    """The passes for a target, in order. Raises KilnError for an unknown name or option."""
+def standard_passes(
+    target: PassTarget, switches: PassSwitches = PassSwitches(), table: Sequence[Entry] = TABLE
+) -> list[Pass]:
+    """The passes of a table for a target, in order. Raises KilnError for an unknown name or option."""
     named = [*switches.only, *switches.enable, *switches.disable, *switches.options]
     for name in named:
         if name not in pass_names():
@@ -177,7 +186,7 @@ def standard_passes(target: PassTarget, switches: PassSwitches = PassSwitches())
     }
     return [
         _made(entry, target, switches.options.get(entry.name, {}))
-        for entry in TABLE
+        for entry in table
         if entry.name in chosen and entry.name not in switches.disable
     ]
 
