@@ -146,6 +146,8 @@ FLOAT_TABLE: tuple[Entry, ...] = (
             "measure": target.measure_ranges,
         },
     ),
+    Entry(BindAddRmsNorm, default=_with_plugins),
+    Entry(BindSwiglu, default=_with_plugins),
 )
 """What a graph is rewritten to before it is calibrated and quantised."""
 
@@ -153,8 +155,6 @@ BINDING_TABLE: tuple[Entry, ...] = (
     Entry(FuseQdq, default=lambda target: target.backend == "cpu"),
     Entry(LayoutNhwc, options=lambda target: {"target": _LAYOUTS[target.backend]}),
     Entry(SinkTransposes),
-    Entry(BindAddRmsNorm, default=_with_plugins),
-    Entry(BindSwiglu, default=_with_plugins),
     Entry(FoldConstants),  # once more: what the passes above left
     Entry(FoldBatchNorm),
     Entry(Reparameterize),
