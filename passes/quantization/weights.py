@@ -1,0 +1,51 @@
+"""Weights of a layer as integers, by the method that its plan names. Knows no graph."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.quantization.gptq import gptq
+from passes.quantization.grid import Grid, QuantisedWeight, round_to_nearest
+from passes.quantization.hqq import hqq
+from passes.quantization.plan import LayerPlan, Scheme
+from plugins.errors import KilnError
+
+_FOUR_BITS: tuple[Scheme, ...] = ("w4a8-dynamic", "w4a16")
+
+
+def grid_of(plan: LayerPlan, symmetric: bool = True) -> Grid:
+    """The grid of a layer's weights. Rounding to nearest at 4 bits may clip, as AWQ's does too."""
+    bits, clip = 8, plan.rounding == "awq"
+    if plan.scheme in _FOUR_BITS:
+        bits, clip = 4, plan.rounding in ("rtn", "awq")
+    return Grid(4 if bits == 4 else 8, plan.group_size, symmetric, clip)
+
+
+def quantise_weight(
+    name: str,
+    weight: NDArray[np.floating],
+    plan: LayerPlan,
+    moments: NDArray[np.floating] | None = None,
+    symmetric: bool = True,
+) -> QuantisedWeight:
+    """`weight` [depth, width] of the layer `name`. GPTQ needs the second `moments` [depth, depth] of its activations.
+
+    Raises KilnError for weights that are not finite, and where the moments lack or have another size.
+    """
+    grid = grid_of(plan, symmetric)
+    if not np.isfinite(weight).all():
+        raise KilnError(f"layer {name} has weights that are not finite; it cannot be quantised: keep it as float")
+    if plan.rounding == "hqq":
+        return hqq(weight, grid)
+    if plan.rounding != "gptq":
+        return round_to_nearest(weight, grid)
+    if moments is None:
+        raise KilnError(
+            f"layer {name} is planned with GPTQ, which needs the second moments of its input; collect them in "
+            "calibration, or plan it with rtn or hqq"
+        )
+    depth = len(weight)
+    if moments.shape != (depth, depth) or not np.isfinite(moments).all():
+        raise KilnError(
+            f"layer {name}: second moments are {list(moments.shape)}, or not finite; expected finite [{depth}, {depth}]"
+        )
+    return gptq(weight, moments, grid)
