@@ -4,9 +4,8 @@ from pathlib import Path
 
 from engines.bundle import open_bundle
 from engines.runtime.engine import Engine
-from engines.runtime.scheduler import SchedulerConfig
 from passes.onnx_model import load_structure
-from pipeline.compare.engine_subject import EngineDecoder, EnginePlain
+from pipeline.compare.engine_subject import EngineDecoder, EnginePlain, scheduling
 from pipeline.compare.inputs import input_specs_from_graph
 from pipeline.compare.machine import package_versions
 from pipeline.compare.report import Side
@@ -15,8 +14,8 @@ from pipeline.compare.tolerance import PRECISION_OF_DTYPE
 from pipeline.io_layout import permutations_from_path
 
 
-def bundle_subject_from_path(path: Path, threads: int | None = None) -> Subject:
-    """Verify and open a bundle. Raises KilnError for one that must not be opened."""
+def bundle_subject_from_path(path: Path, threads: int | None = None, max_running: int = 1) -> Subject:
+    """Verify and open a bundle to run so many texts at once. Raises KilnError for one that must not be opened."""
     bundle = open_bundle(path)
     manifest = bundle.manifest
     side = Side(
@@ -28,7 +27,7 @@ def bundle_subject_from_path(path: Path, threads: int | None = None) -> Subject:
         cache=PRECISION_OF_DTYPE[manifest.decoder.kv.dtype] if manifest.decoder else None,
         versions={"kiln": manifest.kiln_version, **package_versions("onnxruntime")},
     )
-    engine = Engine.open(path, config=SchedulerConfig(max_running=1), threads=threads)
+    engine = Engine.open(path, config=scheduling(max_running), threads=threads)
     if manifest.decoder is None:
         tensors = [(record.name, record.dtype, record.shape) for record in manifest.inputs]
         specs = input_specs_from_graph(load_structure(bundle.engine_path), tensors)

@@ -81,8 +81,8 @@ def compare(a: Comparable, b: Comparable, config: CompareConfig, progress: Progr
         return _compare_subjects(subjects[0], subjects[1], config, progress)
 
 
-def subject_from(model: Comparable, threads: int | None = None) -> Subject:
-    """Open one side; a subject is returned as it is. `threads` applies to ONNX Runtime."""
+def subject_from(model: Comparable, threads: int | None = None, max_running: int = 1) -> Subject:
+    """Open one side; a subject is returned as it is. `threads` and texts at once apply to ONNX Runtime."""
     if isinstance(model, PlainSubject | DecoderSubject):
         return model
     if isinstance(model, TorchModel):
@@ -90,11 +90,11 @@ def subject_from(model: Comparable, threads: int | None = None) -> Subject:
     if not isinstance(model, ModelSource):
         path = Path(model).expanduser()
         if (path / MANIFEST).is_file():
-            return bundle_subject_from_path(path, threads)
+            return bundle_subject_from_path(path, threads, max_running)
         model = resolve_source(str(model))
     if model.kind == "onnx":
         assert model.path is not None
-        return onnx_subject_from_path(model.path, threads)
+        return onnx_subject_from_path(model.path, threads, max_running)
     return torch_subject_from_model(load(model))
 
 

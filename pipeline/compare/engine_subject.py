@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.runtime.engine import Engine
-from engines.runtime.request import SamplingParams
+from engines.runtime.request import Request, SamplingParams
+from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.score import score
 from passes.onnx_model import DecoderSpec
 from pipeline.compare.inputs import InputSpec
@@ -36,6 +37,11 @@ class EnginePlain:
         self._engine.close()
 
 
+def scheduling(max_running: int) -> SchedulerConfig:
+    """Texts are scored in the cache's blocks between requests, so no block may be kept for its content."""
+    return SchedulerConfig(max_running=max_running, share_prefixes=False)
+
+
 class EngineDecoder:
     """Owns the engine."""
 
@@ -50,8 +56,15 @@ class EngineDecoder:
         return score(self._engine.backend, token_ids, chunk)
 
     def generate_greedy(self, token_ids: Sequence[int], tokens: int) -> list[int]:
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        return list(self._engine.generate([token_ids], sampling)[0].token_ids)
+        return self.generate_together([token_ids], [tokens])[0]
+
+    def generate_together(self, prompts: Sequence[Sequence[int]], tokens: Sequence[int]) -> list[list[int]]:
+        """Greedy continuations, of so many tokens each, computed at the same time as far as the engine has places."""
+        requests = [
+            Request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
+            for prompt, count in zip(prompts, tokens, strict=True)
+        ]
+        return [list(completion.token_ids) for completion in self._engine.generate(requests)]
 
     def close(self) -> None:
         self._engine.close()

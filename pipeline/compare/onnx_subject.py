@@ -15,10 +15,9 @@ from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.runtime.engine import Engine
 from engines.runtime.info import EngineInfo
 from engines.runtime.opening import default_kv_blocks
-from engines.runtime.scheduler import SchedulerConfig
 from passes.manager import link_or_copy
 from passes.onnx_model import DecoderSpec, OnnxModel, external_files, load_structure, onnx_model_from_path
-from pipeline.compare.engine_subject import EngineDecoder, EnginePlain
+from pipeline.compare.engine_subject import EngineDecoder, EnginePlain, scheduling
 from pipeline.compare.inputs import input_specs_from_graph
 from pipeline.compare.machine import package_versions
 from pipeline.compare.report import Side
@@ -30,8 +29,8 @@ from plugins.paged_attention.schema import DOMAIN, EXPORT_DOMAIN, OP_TYPE
 _PRECISIONS = {1: "fp32", 10: "fp16", 16: "bf16"}  # onnx.TensorProto.DataType
 
 
-def onnx_subject_from_path(path: Path, threads: int | None = None) -> Subject:
-    """Open an ONNX file. Raises KilnError for what is no ONNX model or cannot be run."""
+def onnx_subject_from_path(path: Path, threads: int | None = None, max_running: int = 1) -> Subject:
+    """Open an ONNX file to run so many texts at once. Raises KilnError for what is no ONNX model or cannot be run."""
     model = onnx_model_from_path(path)
     side = Side(
         kind="onnx",
@@ -43,7 +42,8 @@ def onnx_subject_from_path(path: Path, threads: int | None = None) -> Subject:
         versions=package_versions("onnxruntime"),
     )
     if model.decoder is not None:
-        return EngineDecoder(side, _engine_from_graph(model, model.decoder, threads), model.decoder, encode=None)
+        engine = _engine_from_graph(model, model.decoder, threads, max_running)
+        return EngineDecoder(side, engine, model.decoder, encode=None)
     tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in model.inputs]
     engine = Engine.from_model(OnnxRuntimeModel(path, threads=threads), EngineInfo(path.name, "model"))
     return EnginePlain(
@@ -51,16 +51,16 @@ def onnx_subject_from_path(path: Path, threads: int | None = None) -> Subject:
     )
 
 
-def _engine_from_graph(model: OnnxModel, spec: DecoderSpec, threads: int | None) -> Engine:
+def _engine_from_graph(model: OnnxModel, spec: DecoderSpec, threads: int | None, max_running: int) -> Engine:
     from plugins.build import cpu_library
 
     with tempfile.TemporaryDirectory(prefix="kiln-compare-") as folder:
         bound = bound_graph(model.path, Path(folder))
         backend = OnnxRuntimeDecoder(
-            bound, spec.kv, default_kv_blocks(spec, 1), plugins=[cpu_library()], threads=threads
+            bound, spec.kv, default_kv_blocks(spec, max_running), plugins=[cpu_library()], threads=threads
         )
     return Engine.from_decoder(
-        backend, spec, config=SchedulerConfig(max_running=1), info=EngineInfo(model.path.name, "decoder")
+        backend, spec, config=scheduling(max_running), info=EngineInfo(model.path.name, "decoder")
     )
 
 
