@@ -4,10 +4,11 @@ Made by `pipeline.calibration`, used by the rewrites in this folder. It knows th
 of the data; ranges of another model are refused.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -15,6 +16,8 @@ from plugins.errors import KilnError
 
 Method = Literal["minmax", "percentile", "entropy", "mse"]
 SCHEMA_VERSION = 1
+_DIGITS = 6
+"""Of the numbers in the file: more than a scale is good for."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,16 @@ class Range:
 
 
 @dataclass(frozen=True)
+class ChannelRanges:
+    """What the method chose for each channel, over all data."""
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class TensorStatistics:
-    """One activation. Ranges are what the method chose for 8 bits."""
+    """One activation. Ranges are what the method chose for 8 bits; they hold 0, and symmetric ones are [-m, m]."""
 
     range: Range
     """Over all data."""
@@ -39,6 +50,10 @@ class TensorStatistics:
     """By length stratum."""
     channel_magnitudes: tuple[float, ...] = ()
     """Largest magnitude of each channel (the last dimension, or dimension 1 of an image), for SmoothQuant and AWQ."""
+    mean_magnitudes: tuple[float, ...] = ()
+    """Mean magnitude of each channel, for AWQ; empty unless asked for."""
+    channels: ChannelRanges | None = None
+    """None unless asked for."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,10 @@ class CalibrationTable:
     tensors: Mapping[str, TensorStatistics]
     samples: Mapping[str, int]
     """How many samples each stratum had."""
+    warnings: tuple[str, ...] = ()
+    """What was accepted although it speaks against the data, such as strata that it does not cover."""
+    percentile: float | None = None
+    """Of the method of that name."""
     schema_version: Literal[1] = 1
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -71,7 +90,21 @@ class CalibrationTable:
         return self.tensors[tensor]
 
     def to_json(self) -> str:
-        return TypeAdapter(CalibrationTable).dump_json(self, indent=1).decode()
+        """The text of a file that `table_from_json` reads, one tensor a line; numbers are rounded to 6 digits."""
+        document = _rounded(TypeAdapter(CalibrationTable).dump_python(self, exclude_defaults=True))
+        tensors = document.pop("tensors")
+        lines = [f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}" for name, value in tensors.items()]
+        document["schema_version"] = self.schema_version
+        head = json.dumps(document, indent=1).removesuffix("\n}")
+        return f'{head},\n "tensors": {{\n  ' + ",\n  ".join(lines) + "\n }\n}\n"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def table_from_json(path: Path) -> CalibrationTable:
