@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -17,11 +17,11 @@ class Progress:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a stage; a spinner shows on a terminal while it runs."""
+    def stage(self, name: str) -> Iterator[Callable[[str], None]]:
+        """Time a stage; a spinner shows on a terminal while it runs, with the text that is given to what this gives."""
         start = time.perf_counter()
-        with self.console.status(f"{name} ..."):
-            yield
+        with self.console.status(f"{name} ...") as status:
+            yield lambda text: status.update(f"{name} ... {text}")
         self.seconds[name] = time.perf_counter() - start
         self.console.print(f"  {name:<28} {self.seconds[name]:7.1f} s")
 
