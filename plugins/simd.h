@@ -120,10 +120,10 @@ KILN_INLINE void store_part(float* p, Vec v, int n) {
 #endif
 }
 
-// The lower and the upper half of the lanes.
+// The lower and the upper half of the lanes. (Intrinsics without a mask make GCC 12 warn of uninitialized variables.)
 KILN_INLINE DoubleVec doubles_from_low(Vec v) {
 #if defined(__AVX512F__)
-  return (DoubleVec)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v));
+  return (DoubleVec)_mm512_maskz_cvtps_pd(0xff, _mm512_maskz_extractf32x8_ps(0xff, (__m512)v, 0));
 #elif defined(__AVX2__)
   return (DoubleVec)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v));
 #else
@@ -133,7 +133,7 @@ KILN_INLINE DoubleVec doubles_from_low(Vec v) {
 
 KILN_INLINE DoubleVec doubles_from_high(Vec v) {
 #if defined(__AVX512F__)
-  return (DoubleVec)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1));
+  return (DoubleVec)_mm512_maskz_cvtps_pd(0xff, _mm512_maskz_extractf32x8_ps(0xff, (__m512)v, 1));
 #elif defined(__AVX2__)
   return (DoubleVec)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
 #else
