@@ -61,7 +61,7 @@ class EngineDecoder:
     def generate_together(self, prompts: Sequence[Sequence[int]], tokens: Sequence[int]) -> list[list[int]]:
         """Greedy continuations, of so many tokens each, computed at the same time as far as the engine has places."""
         requests = [
-            Request(prompt, SamplingParams(max_tokens=count, ignore_eos=True))
+            Request(tuple(prompt), SamplingParams(max_tokens=count, ignore_eos=True))
             for prompt, count in zip(prompts, tokens, strict=True)
         ]
         return [list(completion.token_ids) for completion in self._engine.generate(requests)]

@@ -129,16 +129,17 @@ class ComparisonReport:
     def to_json(self) -> str:
         """One JSON document. Values that JSON has no number for are the strings "NaN", "Infinity", "-Infinity"."""
         document = {"passed": self.passed, **asdict(self)}
-        return json.dumps(_finite(document), indent=2, allow_nan=False)
+        return json.dumps(finite(document), indent=2, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same with the numbers that JSON lacks as strings: "NaN", "Infinity", "-Infinity"."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 
