@@ -83,7 +83,7 @@ class Coverage:
         found = ", ".join(f"{row.stratum.name} is {row.fault}" for row in self.faults)
         if not self.sized:
             return f"the set is thin: {self.rows[0].samples} samples; add {self.rows[0].missing_samples}"
-        return f"against {against}, {found}; {', '.join(row.advice for row in self.faults)}"
+        return f"against {against}, {found}; {'; '.join(row.advice for row in self.faults)}"
 
     def histogram(self) -> str:
         """Bars of text for set and traffic by stratum."""

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from pipeline.calibration.grid import Floats
 from pipeline.calibration.histogram import Histogram
 
-_BINS = 2048
-"""Of magnitudes, as there."""
+_BINS = 4096
+"""Of magnitudes, twice as many as there: an end below as many bins as there are integers cannot be found."""
 _CANDIDATES = 128
 """Ends that are tried, evenly spaced."""
 _SMOOTHING = 1e-4

@@ -12,6 +12,7 @@ A range always holds 0. Symmetric ranges are [-m, m]; for others, each end is so
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from plugins.errors import KilnError
 
 _COARSE, _SMALLEST, _FINE = 40, 1e-3, 9
 """Ends that the MSE search tries: so many from the largest value down to a thousandth of it, then about the best."""
+_SEARCHED = 1024
+"""Bins a side that the MSE search looks at."""
 _ROUNDS = 2
 """Of an asymmetric search: each end given the other."""
 
@@ -93,22 +96,24 @@ def _quantiles(counts: NDArray[np.int64], edges: Floats, share: float) -> Floats
 
 def _mse_ends(histogram: Histogram, low: Floats, high: Floats, symmetric: bool) -> tuple[Floats, Floats]:
     """Never worse than [low, high] by `squared_error`."""
+    coarse = histogram.coarser(min(_SEARCHED, histogram.bins))
 
     def error(low: Floats, high: Floats) -> Floats:
-        return squared_error(histogram, grid_of(low, high, symmetric))
+        return squared_error(coarse, grid_of(low, high, symmetric))
 
     if symmetric:
-        ends = _searched(high, lambda end: error(-end, end))
-        return -ends, ends
-    best = error(low, high)
-    for _ in range(_ROUNDS):
-        high_found = _searched(high, lambda end, low=low: error(low, end))  # type: ignore[misc]
-        low_found = -_searched(-low, lambda end, high=high_found: error(-end, high))  # type: ignore[misc]
-        found = error(low_found, high_found)
-        better = found < best
-        low, high = np.where(better, low_found, low), np.where(better, high_found, high)
-        best = np.minimum(best, found)
-    return low, high
+        found_high = _searched(high, lambda end: error(-end, end))
+        found_low = -found_high
+    else:
+        found_low, found_high = low, high
+        for _ in range(_ROUNDS):
+            found_high = _searched(high, partial(error, found_low))
+            found_low = -_searched(-low, lambda end, other=found_high: error(-end, other))  # type: ignore[misc]
+    before, after = (
+        squared_error(histogram, grid_of(*ends, symmetric)) for ends in ((low, high), (found_low, found_high))
+    )
+    better = after < before
+    return np.where(better, found_low, low), np.where(better, found_high, high)
 
 
 def _searched(largest: Floats, error: Callable[[Floats], Floats]) -> Floats:

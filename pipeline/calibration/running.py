@@ -142,14 +142,14 @@ def _float_of(graph: gs.Graph, name: str) -> gs.Variable:
     tensor = _tensor(graph, name)
     if tensor.dtype == np.float32 and not any(tensor is given for given in graph.inputs):
         return tensor
-    output = gs.Variable(f"{name}/observed", np.float32)
+    output = gs.Variable(f"{name}/kiln.observed", np.float32)
     node = gs.Node("Cast", output.name, {"to": onnx.TensorProto.FLOAT}, [tensor], [output], domain="")
     graph.nodes.append(node)
     return output
 
 
 def _shape_of(graph: gs.Graph, name: str) -> gs.Variable:
-    output = gs.Variable(f"{name}/shape", np.int64)
+    output = gs.Variable(f"{name}/kiln.shape", np.int64)
     graph.nodes.append(gs.Node("Shape", output.name, {}, [_tensor(graph, name)], [output], domain=""))
     return output
 
