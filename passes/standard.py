@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from passes.attention_precision import AttentionPrecision
 from passes.base import Pass
 from passes.bind_attention import BindAttention
 from passes.cast_precision import CastPrecision
@@ -152,6 +153,7 @@ FLOAT_TABLE: tuple[Entry, ...] = (
 """What a graph is rewritten to before it is calibrated and quantised."""
 
 BINDING_TABLE: tuple[Entry, ...] = (
+    Entry(AttentionPrecision, default=_never),
     Entry(FuseQdq, default=lambda target: target.backend == "cpu"),
     Entry(LayoutNhwc, options=lambda target: {"target": _LAYOUTS[target.backend]}),
     Entry(SinkTransposes),

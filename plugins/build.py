@@ -23,7 +23,10 @@ from plugins.errors import KilnError
 
 _ROOT = Path(__file__).parent
 _BASIC = ("plain", "avx2", "avx512")
-_KERNELS: dict[str, tuple[str, ...]] = {"paged_attention/kernels.cc": _BASIC, "elementwise/kernels.cc": _BASIC}
+_KERNELS: dict[str, tuple[str, ...]] = {
+    "paged_attention/kernels.cc": (*_BASIC, "avx512bf16"),
+    "elementwise/kernels.cc": _BASIC,
+}
 """Kernels, and the instruction sets that each is compiled for."""
 _SOURCES = (
     *("paged_attention/cpu.cc", "paged_attention/check.cc", "paged_attention/ort.cc"),

@@ -175,7 +175,7 @@ bool run_tasks(Work& work, size_t scratch_floats, bool inline_only, Parallel& pa
 }  // namespace
 
 std::string run(const PagedAttention& call, Parallel& parallel) try {
-  const Kernels& chosen = KILN_FOR_ISA(kernels);
+  const Kernels& chosen = KILN_FOR_ISA_BF16(kernels);
   Plan plan = plan_for(call);
   Work work{call, chosen, plan, 0};
   // Below some 32 KB waking the other threads costs more than the copies.

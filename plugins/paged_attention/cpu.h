@@ -50,6 +50,7 @@ struct PagedAttention {
   int64_t window;       // 0: unlimited
   float scale;          // already resolved, never 0
   float softcap;        // 0: none
+  bool bfloat16;        // prefill multiplies bfloat16 numbers; sums stay FP32
 };
 
 // Empty if every value in the index tensors lets the kernel stay inside its buffers; else what was found and

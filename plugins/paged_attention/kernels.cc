@@ -1,5 +1,5 @@
-// The kernels of one instruction set. Compiled once per set, with -DKILN_ISA=plain, avx2 or avx512 and the matching
-// machine flags; only kernels_<isa>() is visible outside.
+// The kernels of one instruction set. Compiled once per set, with -DKILN_ISA=plain, avx2, avx512 or avx512bf16 and
+// the matching machine flags; only kernels_<isa>() is visible outside.
 #include "kernels.h"
 
 #include "decode.h"

@@ -46,5 +46,6 @@ struct Kernels {
 const Kernels& kernels_plain();
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
+const Kernels& kernels_avx512bf16();
 
 }  // namespace kiln

@@ -48,7 +48,7 @@ struct Kernel {
   OrtApi api;
   CacheType key_type, value_type;
   int64_t heads, kv_heads, window;
-  bool rotary, interleaved;
+  bool rotary, interleaved, bfloat16;
   float scale, softcap;
 
   void compute(OrtKernelContext* context) const;
@@ -128,6 +128,7 @@ PagedAttention Kernel::call_from(const Tensor (&in)[kInputs]) const {
   call.window = window;
   call.scale = scale != 0 ? scale : 1 / std::sqrt(static_cast<float>(call.head_dim));
   call.softcap = softcap;
+  call.bfloat16 = bfloat16;
   return call;
 }
 
@@ -183,6 +184,9 @@ OrtStatus* create_kernel(const OrtCustomOp* base, OrtApi api, const OrtKernelInf
            k.kv_heads);
     if (window == 0 || window < -1) fail("local_window_size must be -1 or positive: found ", window);
     if (!(k.softcap >= 0) || !std::isfinite(k.softcap)) fail("softcap must be 0 or positive: found ", k.softcap);
+    const int64_t compute = attribute(api, info, "compute_dtype", int64_t{0});
+    if (compute != 0 && compute != 1) fail("compute_dtype must be 0 (float32) or 1 (bfloat16): found ", compute);
+    k.bfloat16 = compute == 1;
     if (!std::isfinite(k.scale)) fail("scale must be finite: found ", k.scale);
     *kernel = new Kernel(k);
   });

@@ -2,189 +2,102 @@
 //
 // A task is one KV head and a run of new tokens; its rows are (token, head of the group), token-major, so every
 // packed key serves the whole group. For each tile of kTile positions, keys are packed transposed and values
-// contiguous as FP32 (which settles paging and 16-bit caches once), then for every few rows: products with the keys,
-// online softmax, products with the values, all while the scores sit in L1. No score matrix exists in memory.
+// contiguous, then for every few rows: products with the keys, online softmax, products with the values, all while the
+// scores sit in L1. No score matrix exists in memory. All operands have one format (element.h): FP32, or bfloat16 where
+// the call asks for it.
 //
-// In tiles that causality or the window cuts, every token multiplies only its own range of values: whatever stands in
-// other slots, NaN included, cannot leak.
+// In tiles that causality or the window cuts, a hidden position has the weight 0. Where its value is not finite, that
+// is not enough, and every token gets the tile packed anew without what is hidden from it: whatever stands in other
+// slots, NaN included, cannot leak.
 #pragma once
 
-#include "rows.h"
+#include "pack.h"
+#include "product.h"
 
 namespace kiln::KILN_ISA {
 
-constexpr int kTile = 128;                        // positions per key tile
-constexpr int kBlockRows = 6;                     // rows per register block
-constexpr int kBlockVecs = kWidth == 16 ? 4 : 2;  // vectors per register block: 24 accumulators of 32, or 12 of 16
-
-// c[kRows, kVecs vectors] = (kAdd ? c : 0) + a[kRows, depth] . b[depth, kVecs vectors].
-template <int kRows, int kVecs, bool kAdd>
-KILN_INLINE void multiply_block(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
-                                int64_t depth) {
-  Vec sums[kRows][kVecs];
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; v++) sums[r][v] = kAdd ? load(c + r * ldc + v * kWidth) : Vec{};
-  for (int64_t k = 0; k < depth; k++, b += ldb) {
-    Vec row[kVecs];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; v++) row[v] = load(b + v * kWidth);
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++) {
-      const Vec x = broadcast(a[r * lda + k]);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVecs; v++) sums[r][v] += x * row[v];
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVecs; v++) store(c + r * ldc + v * kWidth, sums[r][v]);
-}
-
-template <int kRows, bool kAdd>
-static void multiply_rows(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
-                          int64_t depth, int64_t vecs) {
-  int64_t v = 0;
-  for (; v + kBlockVecs <= vecs; v += kBlockVecs)
-    multiply_block<kRows, kBlockVecs, kAdd>(a, lda, b + v * kWidth, ldb, c + v * kWidth, ldc, depth);
-  if (kBlockVecs > 2 && v + 2 <= vecs) {
-    multiply_block<kRows, 2, kAdd>(a, lda, b + v * kWidth, ldb, c + v * kWidth, ldc, depth);
-    v += 2;
-  }
-  if (v < vecs) multiply_block<kRows, 1, kAdd>(a, lda, b + v * kWidth, ldb, c + v * kWidth, ldc, depth);
-}
-
-template <bool kAdd>
-static void multiply(int64_t rows, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
-                     int64_t depth, int64_t vecs) {
-  for (; rows >= 6; rows -= 6, a += 6 * lda, c += 6 * ldc) multiply_rows<6, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
-  switch (rows) {
-    case 5:
-      return multiply_rows<5, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
-    case 4:
-      return multiply_rows<4, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
-    case 3:
-      return multiply_rows<3, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
-    case 2:
-      return multiply_rows<2, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
-    case 1:
-      return multiply_rows<1, kAdd>(a, lda, b, ldb, c, ldc, depth, vecs);
-  }
-}
-
+template <typename F>
 struct PrefillState {
-  float *q, *acc, *maximum, *sum;  // [rows, padded], [rows, padded], [rows], [rows]
-  float *keys, *values, *scores;   // [dim, kTile], [kTile, padded], [kBlockRows, kTile]
+  typename F::Element *q, *keys, *values;  // [rows, padded], [dim, kTile], [kTile, padded], all with F::kPer per element
+  float *acc, *maximum, *sum;              // [rows, padded], [rows], [rows]
+  float *scores;                           // [kBlockRows, kTile]
+  float *row;                              // [padded]: one query
 };
 
-static PrefillState prefill_parts(const PagedAttention& call, int64_t count, float* scratch, size_t* total) {
+// Numbers of a query row: whole vectors of elements.
+template <typename F>
+static int64_t query_size(const PagedAttention& call) {
+  return round_up(call.head_dim, F::kPer * kWidth);
+}
+
+template <typename F>
+static PrefillState<F> prefill_parts(const PagedAttention& call, int64_t count, float* scratch, size_t* total) {
+  typedef typename F::Element Element;
+  static_assert(sizeof(Element) == sizeof(float));
   const int64_t rows = call.heads / call.kv_heads * count, padded = padded_dim(call);
-  PrefillState state;
   float* p = scratch;
-  state.q = p, p += round_up(rows * padded, kAlign);
-  state.acc = p, p += round_up(rows * padded, kAlign);
-  state.keys = p, p += call.head_dim * kTile;
-  state.values = p, p += round_up(kTile * padded, kAlign);
-  state.scores = p, p += kBlockRows * kTile;
-  state.maximum = p, p += round_up(rows, kAlign);
-  state.sum = p, p += round_up(rows, kAlign);
+  auto take = [&](int64_t floats) {
+    float* part = p;
+    p += round_up(floats, kAlign);
+    return part;
+  };
+  PrefillState<F> state;
+  state.q = reinterpret_cast<Element*>(take(rows * query_size<F>(call) / F::kPer));
+  state.acc = take(rows * padded);
+  state.keys = reinterpret_cast<Element*>(take((call.head_dim + F::kPer - 1) / F::kPer * kTile));
+  state.values = reinterpret_cast<Element*>(take(kTile / F::kPer * padded));
+  state.scores = take(kBlockRows * kTile);
+  state.maximum = take(rows);
+  state.sum = take(rows);
+  state.row = take(query_size<F>(call));
   *total = static_cast<size_t>(p - scratch);
   return state;
 }
 
 static size_t prefill_scratch(const PagedAttention& call, int64_t max_count) {
   size_t total;
-  prefill_parts(call, max_count, nullptr, &total);
+  if (call.bfloat16)
+    prefill_parts<Bfloat16>(call, max_count, nullptr, &total);
+  else
+    prefill_parts<Exact>(call, max_count, nullptr, &total);
   return total;
 }
 
-// dst[dim, kTile] = rows[0 .. count) transposed; the last vector is filled up with zeros.
-template <typename T>
-static void pack_keys(const T* const* rows, int64_t count, int64_t offset, int64_t dim, float* dst) {
-  for (int64_t first = 0; first < count; first += kWidth)
-    for (int64_t d = 0; d < dim; d += kWidth) {
-      Vec block[kWidth];
-      const int64_t left = at_most(dim - d, kWidth);
-      if (left == kWidth && first + kWidth <= count) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kWidth; i++) block[i] = load(rows[first + i] + offset + d);
-      } else {
-        for (int i = 0; i < kWidth; i++) {
-          if (first + i >= count)
-            block[i] = Vec{};
-          else if (left == kWidth)
-            block[i] = load(rows[first + i] + offset + d);
-          else
-            block[i] = load_part(rows[first + i] + offset + d, static_cast<int>(left));
-        }
-      }
-      transpose(block);
-      for (int64_t i = 0; i < left; i++) store(dst + (d + i) * kTile + first, block[i]);
-    }
-}
-
-// dst[count, padded] = rows[0 .. count), padded with zeros.
-template <typename T>
-static void pack_values(const T* const* rows, int64_t count, int64_t offset, int64_t dim, int64_t padded, float* dst) {
-  for (int64_t i = 0; i < count; i++, dst += padded) {
-    const T* row = rows[i] + offset;
-    int64_t d = 0;
-    for (; d + kWidth <= dim; d += kWidth) store(dst + d, load(row + d));
-    if (d < dim) store(dst + d, load_part(row + d, static_cast<int>(dim - d)));
-  }
-}
-
-template <typename T>
-static void pack_tile(const PagedAttention& call, const Task& task, const void* cache, int64_t first, int64_t count,
-                      bool keys, float* dst) {
-  const T* rows[kTile];
-  find_rows(call, task.seq, static_cast<const T*>(cache), first, count, rows);
-  const int64_t offset = task.kv_head * call.head_dim;
-  if (keys)
-    pack_keys(rows, count, offset, call.head_dim, dst);
-  else
-    pack_values(rows, count, offset, call.head_dim, padded_dim(call), dst);
-}
-
-static void pack_tile(CacheType type, const PagedAttention& call, const Task& task, const void* cache, int64_t first,
-                      int64_t count, bool keys, float* dst) {
-  switch (type) {
-    case CacheType::kFloat32:
-      return pack_tile<F32>(call, task, cache, first, count, keys, dst);
-    case CacheType::kFloat16:
-      return pack_tile<F16>(call, task, cache, first, count, keys, dst);
-    case CacheType::kBfloat16:
-      return pack_tile<Bf16>(call, task, cache, first, count, keys, dst);
-  }
-}
-
-// Softmax weights in place of one row's scores; the running maximum and sum, and the accumulator, follow.
+// Softmax weights, as operands, in place of one row's scores; the running maximum and sum, and the accumulator, follow.
+// The maximum is rounded up to an integer: a power of two scales weights without rounding them anew, so that a weight's
+// bfloat16 form does not depend on where tiles begin.
+template <typename F>
 KILN_INLINE void weigh_tile_row(float* scores, int64_t vecs, float* maximum, float* sum, float* acc, int64_t padded) {
   Vec top = load(scores);
   for (int64_t v = 1; v < vecs; v++) top = larger(load(scores + v * kWidth), top);
   const float highest = max_of(top);
   if (highest > *maximum) {
-    const Vec shrink = exp2(broadcast(*maximum - highest));
-    *maximum = highest;
+    const float raised = __builtin_ceilf(highest);
+    const Vec shrink = exp2(broadcast(*maximum - raised));
+    *maximum = raised;
     *sum *= shrink[0];
     for (int64_t d = 0; d < padded; d += kWidth) store(acc + d, load(acc + d) * shrink);
   }
-  const Vec offset = broadcast(*maximum);
-  Vec total = {};
-  for (int64_t v = 0; v < vecs; v++) {
-    const Vec weight = exp2(load(scores + v * kWidth) - offset);
-    total += weight;
-    store(scores + v * kWidth, weight);
-  }
-  *sum += sum_of(total);
+  *sum += F::weigh(scores, vecs, *maximum);
 }
 
-// Rows [row, row + rows) of the task, rows <= kBlockRows, against the packed tile of positions [first, first + count).
-static void attend_block(const PagedAttention& call, const Task& task, const PrefillState& state, int64_t row,
-                         int64_t rows, int64_t first, int64_t count) {
-  const int64_t group = call.heads / call.kv_heads, dim = call.head_dim, padded = padded_dim(call);
+// One tile's products of weights and values for rows of `state.scores`, whose positions [begin, end) count.
+template <typename F>
+static void add_values(const PrefillState<F>& state, int64_t scores_row, int64_t row, int64_t rows, int64_t padded,
+                       int64_t begin, int64_t end) {
+  typedef typename F::Element Element;
+  const int64_t from = begin / F::kPer, to = (end + F::kPer - 1) / F::kPer;
+  const Element* weights = reinterpret_cast<const Element*>(state.scores + scores_row * kTile);
+  multiply<F, true>(rows, weights + from, kTile, state.values + from * padded, padded, state.acc + row * padded, padded,
+                    to - from, padded / kWidth);
+}
+
+// Rows [row, row + rows) of the task, rows <= kBlockRows, against the packed tile `span`, of finite values or not.
+template <typename F>
+static void attend_block(const PagedAttention& call, const Task& task, const PrefillState<F>& state, int64_t row,
+                         int64_t rows, const Span& span, bool finite) {
+  const int64_t group = call.heads / call.kv_heads, padded = padded_dim(call);
+  const int64_t first = span.first, count = span.count;
   const int64_t position = call.past[task.seq] + task.token;
   const Range top = visible(call, position + row / group), bottom = visible(call, position + (row + rows - 1) / group);
   if (bottom.end <= first || top.begin >= first + count) return;
@@ -192,7 +105,9 @@ static void attend_block(const PagedAttention& call, const Task& task, const Pre
   const bool whole = bottom.begin <= first && top.end >= first + count && count % kWidth == 0;
   const int64_t used = at_most(bottom.end - first, count), vecs = (used + kWidth - 1) / kWidth;
 
-  multiply<false>(rows, state.q + row * padded, padded, state.keys, kTile, state.scores, kTile, dim, vecs);
+  const int64_t stride = query_size<F>(call) / F::kPer;
+  multiply<F, false>(rows, state.q + row * stride, stride, state.keys, kTile, state.scores, kTile,
+                     (call.head_dim + F::kPer - 1) / F::kPer, vecs);
   for (int64_t r = 0; r < rows; r++) {
     float* scores = state.scores + r * kTile;
     if (call.softcap > 0)
@@ -203,32 +118,39 @@ static void attend_block(const PagedAttention& call, const Task& task, const Pre
       for (int64_t v = 0; v < vecs; v++)
         store(scores + v * kWidth, mask(load(scores + v * kWidth), first + v * kWidth, valid));
     }
-    weigh_tile_row(scores, vecs, state.maximum + row + r, state.sum + row + r, state.acc + (row + r) * padded, padded);
+    weigh_tile_row<F>(scores, vecs, state.maximum + row + r, state.sum + row + r, state.acc + (row + r) * padded,
+                      padded);
   }
-  if (whole) {
-    multiply<true>(rows, state.scores, kTile, state.values, padded, state.acc + row * padded, padded, count,
-                   padded / kWidth);
-    return;
-  }
+  if (whole || finite) return add_values(state, 0, row, rows, padded, at_least(top.begin - first, 0), used);
   for (int64_t r = 0; r < rows;) {
     const int64_t token = (row + r) / group;
     const int64_t same = at_most(rows - r, (token + 1) * group - (row + r));  // rows of this token
-    const Range range = visible(call, position + token);
-    const int64_t begin = at_least(range.begin - first, 0), end = at_most(range.end - first, count);
-    if (begin < end)
-      multiply<true>(same, state.scores + r * kTile + begin, kTile, state.values + begin * padded, padded,
-                     state.acc + (row + r) * padded, padded, end - begin, padded / kWidth);
+    pack_values<F>(call, span, visible(call, position + token), state.values);
+    add_values(state, r, row + r, same, padded, 0, used);
     r += same;
+  }
+  pack_values<F>(call, span, {first, first + count}, state.values);
+}
+
+template <typename F>
+static void take_queries(const PagedAttention& call, const Task& task, const PrefillState<F>& state, int64_t rows) {
+  const int64_t group = call.heads / call.kv_heads, size = query_size<F>(call);
+  for (int64_t d = padded_dim(call); d < size; d++) state.row[d] = 0;
+  for (int64_t r = 0; r < rows; r++) {
+    take_query(call, task.seq, task.token + r / group, task.kv_head * group + r % group, state.row);
+    for (int64_t d = 0; d < size; d += F::kPer * kWidth)
+      store(state.q + (r * size + d) / F::kPer, F::take(state.row + d, F::kPer * kWidth));
   }
 }
 
-static void prefill(const PagedAttention& call, const Task& task, float* scratch) {
+template <typename F>
+static void prefill_as(const PagedAttention& call, const Task& task, float* scratch) {
   const int64_t group = call.heads / call.kv_heads, dim = call.head_dim, padded = padded_dim(call);
   const int64_t rows = group * task.count, position = call.past[task.seq] + task.token;
   size_t unused;
-  const PrefillState state = prefill_parts(call, task.count, scratch, &unused);
+  const PrefillState<F> state = prefill_parts<F>(call, task.count, scratch, &unused);
+  take_queries(call, task, state, rows);
   for (int64_t r = 0; r < rows; r++) {
-    take_query(call, task.seq, task.token + r / group, task.kv_head * group + r % group, state.q + r * padded);
     state.maximum[r] = kNoMaximum;
     state.sum[r] = 0;
   }
@@ -236,11 +158,11 @@ static void prefill(const PagedAttention& call, const Task& task, float* scratch
 
   const int64_t end = position + task.count;
   for (int64_t first = visible(call, position).begin; first < end; first += kTile) {
-    const int64_t count = at_most(kTile, end - first);
-    pack_tile(call.key_type, call, task, call.key_cache, first, count, true, state.keys);
-    pack_tile(call.value_type, call, task, call.value_cache, first, count, false, state.values);
+    const Span span = {task.seq, task.kv_head, first, at_most(kTile, end - first)};
+    pack_keys<F>(call, span, state.keys);
+    const bool finite = pack_values<F>(call, span, {first, first + span.count}, state.values);
     for (int64_t row = 0; row < rows; row += kBlockRows)
-      attend_block(call, task, state, row, at_most(kBlockRows, rows - row), first, count);
+      attend_block(call, task, state, row, at_most(kBlockRows, rows - row), span, finite);
   }
 
   for (int64_t r = 0; r < rows; r++) {
@@ -249,6 +171,13 @@ static void prefill(const PagedAttention& call, const Task& task, float* scratch
     const float* acc = state.acc + r * padded;
     for (int64_t d = 0; d < dim; d++) out[d] = acc[d] / state.sum[r];
   }
+}
+
+static void prefill(const PagedAttention& call, const Task& task, float* scratch) {
+  if (call.bfloat16)
+    prefill_as<Bfloat16>(call, task, scratch);
+  else
+    prefill_as<Exact>(call, task, scratch);
 }
 
 }  // namespace kiln::KILN_ISA

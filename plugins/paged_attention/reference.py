@@ -5,7 +5,7 @@ Slow on purpose. Does not check its arguments and does not know of ONNX Runtime;
 
 from dataclasses import dataclass, replace
 
-import ml_dtypes  # noqa: F401  (gives numpy the type bfloat16)
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +23,7 @@ class Attributes:
     local_window_size: int = -1
     do_rotary: int = 0
     rotary_interleaved: int = 0
+    compute_dtype: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,15 @@ def written_caches(inputs: Inputs, attributes: Attributes) -> tuple[Array, Array
 
 
 def attention(inputs: Inputs, attributes: Attributes) -> NDArray[np.float64]:
-    """Output of the new tokens over caches that already hold them; writes nothing."""
+    """Output of the new tokens over caches that already hold them; writes nothing.
+
+    With `compute_dtype` 1 all operands are rounded to bfloat16, however few new tokens a sequence has.
+    """
     block_size, head_dim = inputs.key_cache.shape[1], inputs.key_cache.shape[3]
     group = attributes.num_heads // attributes.kv_num_heads
     scale = attributes.scale or 1.0 / np.sqrt(head_dim)
+    factor = scale / attributes.softcap if attributes.softcap else scale * np.log2(np.e)
+    operand, raised = (_bfloat16, np.ceil) if attributes.compute_dtype == 1 else (np.asarray, np.asarray)
     query = inputs.query.astype(np.float64).reshape(-1, attributes.num_heads, head_dim)
     output = np.zeros_like(query)
     for seq in range(len(inputs.past_seqlens)):
@@ -96,14 +102,20 @@ def attention(inputs: Inputs, attributes: Attributes) -> NDArray[np.float64]:
             blocks = inputs.block_table[seq, seen // block_size]
             keys = inputs.key_cache[blocks, seen % block_size].astype(np.float64)  # [seen, kv_heads, head_dim]
             values = inputs.value_cache[blocks, seen % block_size].astype(np.float64)
-            rotated = _rotated(query[token], position, inputs, attributes)
+            rotated = operand(_rotated(query[token], position, inputs, attributes) * factor)
+            keys, values = operand(keys), operand(values)
             for head in range(attributes.num_heads):
-                scores = keys[:, head // group] @ rotated[head] * scale
+                scores = keys[:, head // group] @ rotated[head]
                 if attributes.softcap:
-                    scores = attributes.softcap * np.tanh(scores / attributes.softcap)
-                weights = np.exp(scores - scores.max())
+                    scores = attributes.softcap * np.log2(np.e) * np.tanh(scores)
+                weights = operand(np.exp2(scores - raised(scores.max())))
                 output[token, head] = weights @ values[:, head // group] / weights.sum()
     return output.reshape(len(output), attributes.num_heads * head_dim)
+
+
+def _bfloat16(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Rounded to bfloat16 once, to nearest even."""
+    return numbers.astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
 def _new_tokens(inputs: Inputs, seq: int) -> list[tuple[int, int]]:

@@ -16,6 +16,13 @@ What the operator does, for every sequence s with new tokens cu[s] <= t < cu[s+1
 Without `key` and `value` (both or neither), `query` holds all three side by side:
 [tokens, (num_heads + 2*kv_num_heads)*head_dim].
 
+With `compute_dtype` 1 both products take bfloat16 numbers and sum in float32: queries (rotated and multiplied by
+scale / softcap or, without softcap, by scale * log2(e), since softmax is computed as powers of two), keys and values as
+the caches hold them, and softmax weights 2^(s - m), m the row's highest score rounded up to an integer, are each
+rounded to nearest even. Softmax itself stays float32; it divides by the sum of the rounded weights. Subnormal numbers
+may be taken for zero. A kernel may keep float32 for sequences with few new tokens, where reading the cache is what
+takes the time: the CPU's does up to 16 query rows per KV head, and for a single token.
+
 All writes of one call happen before its reads, so a token may read what another one in the call wrote.
 """
 
@@ -53,6 +60,9 @@ OUTPUTS = (
 )
 """The cache outputs alias the cache inputs when both are bound to one buffer; else they are copies."""
 
+COMPUTE_DTYPES = ("float32", "bfloat16")
+"""What the attribute `compute_dtype` counts through."""
+
 ATTRIBUTES: dict[str, int | float | None] = {
     "num_heads": None,  # required
     "kv_num_heads": None,  # required; divides num_heads
@@ -61,6 +71,7 @@ ATTRIBUTES: dict[str, int | float | None] = {
     "local_window_size": -1,  # -1 means unlimited
     "do_rotary": 0,
     "rotary_interleaved": 0,  # 0: halves (x[i], x[i + d/2]); 1: pairs (x[2i], x[2i+1])
+    "compute_dtype": 0,  # what is multiplied: an index of COMPUTE_DTYPES
 }
 """Attribute name to default; None marks a required one."""
 

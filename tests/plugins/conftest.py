@@ -22,7 +22,7 @@ ONNX_TYPES = {
     "int32": TensorProto.INT32,
 }
 NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-ISAS = {"plain": 1, "avx2": 2, "avx512": 3}
+ISAS = {"plain": 1, "avx2": 2, "avx512": 3, "avx512bf16": 5}
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ def cases(draw: st.DrawFn) -> Case:
             local_window_size=draw(st.sampled_from([-1, -1, 1, 5, 33, 200])),
             do_rotary=int(do_rotary),
             rotary_interleaved=draw(st.integers(0, 1)),
+            compute_dtype=draw(st.sampled_from([0, 0, 1])),
         ),
         head_dim=head_dim,
         block_size=draw(st.sampled_from([1, 3, 8, 16, 16, 32, 100, 256])),

@@ -31,7 +31,7 @@ def one_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     (folder / "answer.cc").write_text('extern "C" int answer() { return 42; }\n')
     monkeypatch.setattr(build, "_ROOT", folder)
     monkeypatch.setattr(build, "_SOURCES", ("answer.cc",))
-    monkeypatch.setattr(build, "_KERNELS", ())
+    monkeypatch.setattr(build, "_KERNELS", {})
     monkeypatch.setattr(build, "_isas", dict)
     return folder / "answer.cc"
 

@@ -12,6 +12,10 @@ from plugins.paged_attention.reference import Attributes, Inputs, attention, unp
 from .conftest import Case, Operator, Sequence, cases
 
 TOLERANCE = 1e-5  # max|out - ref| / max|ref|
+# With bfloat16 operands. The kernel's FP32 scores now and then round a weight to the other of two neighbours, which
+# moves a head by at most a bfloat16 spacing; most numbers see little of that.
+TOLERANCE_BFLOAT16, TYPICAL_BFLOAT16 = 2.0**-7, 1e-4
+DECODE_ROWS = 16  # up to so many query rows per KV head, and for one token, bfloat16 is not used
 # Explaining a failure would cost more runs than finding it.
 SETTINGS = settings(
     max_examples=100,
@@ -37,10 +41,27 @@ def check_output(output: np.ndarray, written: Inputs, attributes: Attributes) ->
     expected = attention(written, attributes)
     assert output.shape == expected.shape
     assert output.dtype == np.float32
+    if not expected.size:
+        return
+    assert not np.isnan(output).any(), "NaN leaked from slots that no token may read, or was never written"
+    if attributes.compute_dtype == 1:
+        rounded = in_bfloat16(written, attributes)
+        errors = np.abs(output - expected)[rounded] / np.abs(expected).max()
+        if errors.size:
+            assert errors.max() <= TOLERANCE_BFLOAT16, f"error {errors.max():.2e}"
+            assert np.median(errors) <= TYPICAL_BFLOAT16, f"median {np.median(errors):.2e}"
+        expected = attention(written, replace(attributes, compute_dtype=0))[~rounded]
+        output = output[~rounded]
     if expected.size:
-        assert not np.isnan(output).any(), "NaN leaked from slots that no token may read, or was never written"
         error = np.abs(output - expected).max() / np.abs(expected).max()
         assert error <= TOLERANCE, f"error {error:.2e}"
+
+
+def in_bfloat16(inputs: Inputs, attributes: Attributes) -> np.ndarray:
+    """[tokens]: whether a token's sequence has so many new ones that the kernel rounds its operands."""
+    new = np.diff(inputs.cumulative_sequence_length)
+    many = (new > 1) & (new * (attributes.num_heads // attributes.kv_num_heads) > DECODE_ROWS)
+    return np.repeat(many, new)
 
 
 def check_cache(after: np.ndarray, before: np.ndarray, expected: np.ndarray, slots: np.ndarray) -> None:
@@ -123,11 +144,12 @@ def test_every_stored_number_is_read_exactly(operator: Operator, isa: str, dtype
         np.testing.assert_array_equal(output[::tokens], stored)
 
 
-def test_rows_that_see_nan_are_nan_and_no_others(operator: Operator, isa: str) -> None:
-    """A row depends only on positions that it attends to, even within one tile."""
-    for new, past in ((3, 40), (150, 20)):
+@pytest.mark.parametrize("compute", [0, 1])
+def test_rows_that_see_nan_are_nan_and_no_others(operator: Operator, isa: str, compute: int) -> None:
+    """A row depends only on positions that it attends to, even within one tile and one pair of bfloat16 numbers."""
+    for new, past in ((3, 40), (150, 20), (151, 21)):
         for window in (-1, 9):
-            attributes = replace(ATTRIBUTES, local_window_size=window)
+            attributes = replace(ATTRIBUTES, local_window_size=window, compute_dtype=compute)
             case = replace(MIXED, sequences=(Sequence(new, past, new),), attributes=attributes)
             inputs = case.inputs()
             bad = past + new // 2
@@ -151,11 +173,12 @@ def test_large_scores_do_not_overflow(operator: Operator, isa: str) -> None:
     np.testing.assert_allclose(output, expected, rtol=0, atol=2e-2)
 
 
-def test_a_sequence_gets_the_same_bits_alone_as_in_any_batch(operator: Operator, isa: str) -> None:
-    inputs = MIXED.inputs()
-    together = operator.run(inputs, ATTRIBUTES)[0]
+@pytest.mark.parametrize("compute", [0, 1])
+def test_a_sequence_gets_the_same_bits_alone_as_in_any_batch(operator: Operator, isa: str, compute: int) -> None:
+    inputs, attributes = MIXED.inputs(), replace(ATTRIBUTES, compute_dtype=compute)
+    together = operator.run(inputs, attributes)[0]
     for threads in (1, 3):
-        assert operator.run(inputs, ATTRIBUTES, threads)[0].tobytes() == together.tobytes()
+        assert operator.run(inputs, attributes, threads)[0].tobytes() == together.tobytes()
     bounds = inputs.cumulative_sequence_length
     for seq, (begin, end) in enumerate(itertools.pairwise(bounds)):
         alone = replace(
@@ -168,7 +191,27 @@ def test_a_sequence_gets_the_same_bits_alone_as_in_any_batch(operator: Operator,
             block_table=inputs.block_table[seq : seq + 1].copy(),
             slot_mapping=inputs.slot_mapping[begin:end].copy(),
         )
-        assert operator.run(alone, ATTRIBUTES)[0].tobytes() == together[begin:end].tobytes()
+        assert operator.run(alone, attributes)[0].tobytes() == together[begin:end].tobytes()
+
+
+@pytest.mark.parametrize("head_dim", [1, 7, 33, 64, 80, 256])
+def test_bfloat16_rounds_as_the_reference_does(operator: Operator, isa: str, head_dim: int) -> None:
+    """Rows equal the reference with rounded operands far more closely than the one without."""
+    attributes = Attributes(num_heads=6, kv_num_heads=2, compute_dtype=1)
+    inputs = replace(MIXED, sequences=(Sequence(141, 150),), head_dim=head_dim, attributes=attributes).inputs()
+    output = operator.run_in_place(inputs, attributes)
+    check_output(output, inputs, attributes)
+    exact = attention(inputs, replace(attributes, compute_dtype=0))
+    assert np.median(np.abs(output - exact)) > 2 * TYPICAL_BFLOAT16 * np.abs(exact).max()
+
+
+def test_bfloat16_weights_sum_to_one(operator: Operator, isa: str) -> None:
+    """The softmax divides by the sum of the weights as they were rounded: equal values come out as they are."""
+    attributes = Attributes(num_heads=6, kv_num_heads=2, compute_dtype=1)
+    inputs = replace(MIXED, sequences=(Sequence(300, 0),), attributes=attributes).inputs()
+    inputs = replace(inputs, value=np.full_like(inputs.value, 1.5))
+    output = operator.run_in_place(inputs, attributes)
+    np.testing.assert_allclose(output, 1.5, rtol=3e-6)
 
 
 def test_no_tokens_at_all(operator: Operator) -> None:
@@ -181,7 +224,7 @@ def test_no_tokens_at_all(operator: Operator) -> None:
 
 def test_sets_of_instructions_can_be_chosen(operator: Operator) -> None:
     assert operator.use_isa(1) == 1
-    assert operator.use_isa(4) == -1
+    assert operator.use_isa(6) == -1
     assert operator.use_isa(0) >= 1
 
 

@@ -134,6 +134,7 @@ def test_malformed_call_is_refused(operator: Operator, name: str, run: Callable[
         ({"local_window_size": 0}, "local_window_size must be -1 or positive: found 0"),
         ({"softcap": -1.0}, "softcap must be 0 or positive: found -1"),
         ({"softcap": float("inf")}, "softcap must be 0 or positive: found inf"),
+        ({"compute_dtype": 2}, "compute_dtype must be 0 .float32. or 1 .bfloat16.: found 2"),
         ({"scale": float("nan")}, "scale must be finite: found nan"),
         ({"scale": 1}, "attribute scale must be a float: found the integer 1"),
         ({"local_window_size": 8.0}, "attribute local_window_size must be an integer: found the float 8"),
