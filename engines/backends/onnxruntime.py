@@ -99,8 +99,6 @@ class OnnxRuntimeDecoder:
         self._arrays: dict[str, NDArray] = {}  # over the caches' memory; 16-bit floats as uint16
         self._caches = self._bind_caches()
         self._probes = tuple(probes)
-        for probe in probes:
-            self._binding.bind_output(PREFIX + probe)
         self._host_caches = {
             name: np.zeros((host_blocks, *array.shape[1:]), array.dtype)
             for name, array in self._arrays.items()
@@ -125,6 +123,8 @@ class OnnxRuntimeDecoder:
             raise RuntimeError("the backend is closed")
         for field in fields(inputs):
             self._binding.bind_cpu_input(field.name, getattr(inputs, field.name))
+        for probe in self._probes:
+            self._binding.bind_output(PREFIX + probe)  # anew: its shape changes with the step
         logits = np.empty((len(inputs.logits_indices), self._vocabulary), np.float32)
         self._binding.bind_output(LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self._session.run_with_iobinding(self._binding)
