@@ -6,9 +6,19 @@ from dataclasses import asdict
 
 from plugins.elementwise.schema import ADD_RMS_NORM, SWIGLU
 from plugins.paged_attention.schema import PAGED_ATTENTION
+from plugins.quant_matmul.schema import (
+    ADD_RMS_NORM_QUANTIZE,
+    INT8_MATMUL,
+    QUANTIZE_ROWS,
+    SWIGLU_QUANTIZE,
+    WEIGHT_MATMUL,
+)
 from plugins.spec import OperatorSpec
 
-OPERATORS: tuple[OperatorSpec, ...] = (PAGED_ATTENTION, ADD_RMS_NORM, SWIGLU)
+OPERATORS: tuple[OperatorSpec, ...] = (
+    *(PAGED_ATTENTION, ADD_RMS_NORM, SWIGLU),
+    *(QUANTIZE_ROWS, ADD_RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE, INT8_MATMUL, WEIGHT_MATMUL),
+)
 
 
 def abi_hash() -> str:

@@ -26,11 +26,13 @@ _BASIC = ("plain", "avx2", "avx512")
 _KERNELS: dict[str, tuple[str, ...]] = {
     "paged_attention/kernels.cc": (*_BASIC, "avx512bf16"),
     "elementwise/kernels.cc": _BASIC,
+    "quant_matmul/kernels.cc": (*_BASIC, "avx512vnni"),
 }
 """Kernels, and the instruction sets that each is compiled for."""
 _SOURCES = (
     *("paged_attention/cpu.cc", "paged_attention/check.cc", "paged_attention/ort.cc"),
     *("elementwise/cpu.cc", "elementwise/ort.cc"),
+    *("quant_matmul/cpu.cc", "quant_matmul/ort.cc"),
     *("isa.cc", "register.cc", "measure.cc"),
 )
 # Instruction sets by machine; must agree with the dispatch in isa.h. Never -march=native: the

@@ -10,5 +10,6 @@ namespace kiln::ort {
 // The operators live as long as the library.
 std::vector<const OrtCustomOp*> paged_attention_operators();
 std::vector<const OrtCustomOp*> elementwise_operators();
+std::vector<const OrtCustomOp*> quant_matmul_operators();
 
 }  // namespace kiln::ort

@@ -19,7 +19,7 @@ OrtCustomOpDomain* domain_of(OrtApi api) {
   if (!domain) {
     OrtCustomOpDomain* fresh = nullptr;
     require(api, CreateCustomOpDomain::of(api)("kiln", &fresh));
-    for (const auto& operators : {paged_attention_operators(), elementwise_operators()})
+    for (const auto& operators : {paged_attention_operators(), elementwise_operators(), quant_matmul_operators()})
       for (const OrtCustomOp* op : operators) require(api, CustomOpDomainAdd::of(api)(fresh, op));
     domain = fresh;
   }

@@ -1,5 +1,5 @@
-"""How quantised weights and their scales lie in memory: one layout for all instruction sets, so that a bundle's file can
-be mapped and read as it is.
+"""How quantised weights and their scales lie in memory: one layout for all instruction sets, so that a bundle's file
+can be mapped and read as it is.
 
 Outputs go in panels of 16, the depth in steps of 4. A step of a panel is 64 bytes, [16 outputs][4 products]: one vector
 of AVX-512, two of AVX2. Bytes are unsigned: 8-bit weights + 128, or 4-bit weights + 8, two steps to a vector, the even
@@ -61,7 +61,7 @@ def unpack(packed: NDArray[np.uint8], k: int, n: int, bits: int) -> NDArray[np.i
     stepped = packed.reshape(panels, vectors, PANEL, STEP)
     if bits == 4:
         stepped = np.stack([stepped & 15, stepped >> 4], axis=2).reshape(panels, 2 * vectors, PANEL, STEP)
-    padded = stepped.transpose(1, 3, 0, 2).reshape(-1, panels * PANEL)
+    padded = stepped.transpose(1, 3, 0, 2).reshape(vectors * (32 // bits), panels * PANEL)
     return (padded[:k, :n].astype(np.int16) - 2 ** (bits - 1)).astype(np.int8)
 
 

@@ -3,8 +3,8 @@
 Single source of truth: the passes that make them and the kernels' bindings take their names from here.
 
 A row of activations is quantised by itself, in groups of `group_size` consecutive values (0: the whole row): with
-largest = max|x| over the group, scale = largest / 127 and q = x * (127 / largest) rounded to nearest, ties to even, each
-step in float32. A group whose largest is below 2^-100 counts as zeros: q and scale are 0. A group with a NaN or an
+largest = max|x| over the group, scale = largest / 127 and q = x * (127 / largest) rounded to nearest, ties to even,
+each step in float32. A group whose largest is below 2^-100 counts as zeros: q and scale are 0. A group with a NaN or an
 infinity has the scale NaN, so that its row's results are NaN and nothing is hidden; its q are 0. A row's result depends
 on that row alone, to the bit: not on the batch, nor on the threads.
 
@@ -17,8 +17,8 @@ consecutive values of the depth k (0: all). `plugins.quant_matmul.packing` lays 
     kiln::Int8MatMul           y[m, n] = sum over groups of scale[m, g] * weight_scale[n, g] * (q . w, exact) + bias[n]
     kiln::WeightMatMul         y[m, n] = sum over groups of weight_scale[n, g] * (x . w, in float32) + bias[n]
 
-The first three give the bits that kiln::AddRmsNorm or kiln::SwiGlu and then kiln::QuantizeRows would. Group sizes are
-0 or multiples of 4; of Int8MatMul's two, one is 0 or both are the same. A group may be at most 131072 deep.
+The two fused ones give the bits that kiln::AddRmsNorm or kiln::SwiGlu and then kiln::QuantizeRows would. Group sizes
+are 0 or multiples of 4; of Int8MatMul's two, one is 0 or both are the same, and a group is at most 131072 deep.
 """
 
 from plugins.spec import OperatorSpec, TensorSpec

@@ -13,11 +13,16 @@ def test_operators_of_all_folders() -> None:
         (DOMAIN, "PagedAttention"),
         (DOMAIN, "AddRmsNorm"),
         (DOMAIN, "SwiGlu"),
+        (DOMAIN, "QuantizeRows"),
+        (DOMAIN, "AddRmsNormQuantize"),
+        (DOMAIN, "SwiGluQuantize"),
+        (DOMAIN, "Int8MatMul"),
+        (DOMAIN, "WeightMatMul"),
     ]
     assert abi.abi_hash() == abi.abi_hash()
 
 
-@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("index", range(8))
 def test_any_change_of_any_operator_is_another_abi(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     operator = abi.OPERATORS[index]
     changes = [
