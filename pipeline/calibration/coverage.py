@@ -5,6 +5,7 @@ only, of samples and of requests.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,26 +125,38 @@ def coverage_of(
 ) -> Coverage:
     """`lengths` in tokens, of the set's samples; `traffic`: of requests, prompt and output together."""
     members = {stratum.name: [length for length in lengths if strata.of(length) == stratum.name] for stratum in strata}
-    wanted = [strata.of(min(length, strata.limit)) for length in traffic or ()]
-    shares = {name: wanted.count(name) / len(wanted) if wanted else 1.0 for name in strata.names}
-    needed = {name for name in strata.names if shares[name] > 0}
+    wanted = Counter(strata.of(min(length, strata.limit)) for length in traffic or ())
+    needed = [stratum for stratum in strata if traffic is None or wanted[stratum.name]]
+    tokens = {
+        stratum.name: max(0, limits.min_tokens - sum(members[stratum.name])) if strata.sized else 0
+        for stratum in needed
+    }
     missing = dict.fromkeys(strata.names, 0)
     changed = True
     while changed:  # samples that are added to one stratum make the others' shares smaller
         total, changed = len(lengths) + sum(missing.values()), False
-        for name in needed:
-            share = math.ceil(limits.min_share * shares[name] * total) if traffic is not None else 0
-            short = max(limits.min_samples, share) - len(members[name])
+        for stratum in needed:
+            name = stratum.name
+            share = wanted[name] / wanted.total() if traffic is not None else 0
+            least = max(limits.min_samples, math.ceil(limits.min_share * share * total)) - len(members[name])
+            short = max(least, math.ceil(tokens[name] / stratum.longest))
             if short > missing[name]:
                 missing[name], changed = short, True
-    rows = []
-    for stratum in strata:
-        own, name = members[stratum.name], stratum.name
-        tokens = max(0, limits.min_tokens - sum(own)) if strata.sized and name in needed else 0
-        more = max(missing[name], math.ceil(tokens / stratum.longest))
-        requests = None if traffic is None else wanted.count(name)
-        rows.append(StratumCoverage(stratum, len(own), sum(own), requests, more, tokens))
-    return Coverage(tuple(rows), origin, strata.sized)
+    return Coverage(
+        tuple(
+            StratumCoverage(
+                stratum,
+                samples=len(members[stratum.name]),
+                tokens=sum(members[stratum.name]),
+                requests=None if traffic is None else wanted[stratum.name],
+                missing_samples=missing[stratum.name],
+                missing_tokens=tokens.get(stratum.name, 0),
+            )
+            for stratum in strata
+        ),
+        origin,
+        strata.sized,
+    )
 
 
 def traffic_lengths(

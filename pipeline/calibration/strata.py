@@ -33,10 +33,10 @@ class Strata:
     bounds: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.names or len(self.names) != len(self.bounds) or len(set(self.names)) != len(self.names):
-            raise KilnError(f"strata are {self.names} up to {self.bounds}; expected a name of its own for each bound")
-        if self.bounds[0] < 1 or any(low >= high for low, high in pairwise(self.bounds)):
+        if not self.bounds or self.bounds[0] < 1 or any(low >= high for low, high in pairwise(self.bounds)):
             raise KilnError(f"bounds of length strata are {self.bounds}; expected numbers that rise, from 1 on")
+        if len(self.names) != len(self.bounds) or len(set(self.names)) != len(self.names):
+            raise KilnError(f"strata are {self.names} up to {self.bounds}; expected a name of its own for each bound")
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         starts = (1, *(bound + 1 for bound in self.bounds))

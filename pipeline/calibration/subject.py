@@ -45,8 +45,10 @@ class CalibrationModel:
     @property
     def takes_tokens(self) -> bool:
         """Whether token ids alone make a run of it."""
+        if self.decoder is not None:
+            return True
         names = {spec.name for spec in self.inputs}
-        return self.decoder is not None or (TOKENS in names and names <= {TOKENS, _MASK, _TYPES})
+        return TOKENS in names and names <= {TOKENS, _MASK, _TYPES}
 
     @property
     def vocabulary(self) -> int | None:
