@@ -8,7 +8,6 @@ from pipeline.compare.comparison import Comparable, subject_from
 from pipeline.compare.report import number
 from pipeline.compare.subjects import DecoderSubject, Subject
 from pipeline.gate.config import GateConfig
-from pipeline.gate.data import DecoderData, TextStratum
 from pipeline.gate.found import Found, Measured, Noise
 from pipeline.gate.generation import (
     Job,
@@ -23,6 +22,7 @@ from pipeline.gate.generation import (
 from pipeline.gate.graphs import GraphFile, graph_file_of, variant, with_rounded_cache
 from pipeline.gate.layers import LayerRow, decoder_layers
 from pipeline.gate.limits import Dimension
+from pipeline.gate.material import DecoderData, TextStratum
 from pipeline.gate.texts import score_texts
 from pipeline.progress import Progress
 from plugins.errors import KilnError
@@ -146,6 +146,7 @@ class DecoderMeasurer:
             description=f"{len(stratum.texts)} texts of up to {stratum.longest} tokens, {stratum.tokens} in all",
             values=values,
             notes=notes,
+            scatter=figures.scatter,
             facts={
                 "perplexity, reference": figures.perplexity_reference,
                 "perplexity, candidate": figures.perplexity_candidate,
@@ -184,7 +185,7 @@ class DecoderMeasurer:
     def _halved(self, subject: DecoderSubject, stratum: TextStratum) -> Found:
         chunk = self._config.chunk
         figures = score_texts(self.reference, subject, stratum.texts, chunk, max(1, chunk // 2))
-        return Found(stratum.name, "", figures.values)
+        return Found(stratum.name, "", figures.values, scatter=figures.scatter)
 
 
 def _first_texts(data: DecoderData) -> tuple[TextStratum, ...]:

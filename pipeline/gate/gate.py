@@ -15,11 +15,11 @@ from pipeline.compare.machine import machine_description
 from pipeline.compare.report import Check, check_from_limit
 from pipeline.compare.subjects import DecoderSubject, PlainSubject
 from pipeline.gate.config import GateConfig
-from pipeline.gate.data import DecoderData, GateData, PlainData
 from pipeline.gate.decoders import DecoderMeasurer
 from pipeline.gate.found import Found, Measured, Measurer, Noise
 from pipeline.gate.keep import advise, rank_layers
 from pipeline.gate.limits import METRICS, Basis, Dimension, GateLimits, limit_of
+from pipeline.gate.material import DecoderData, GateData, PlainData
 from pipeline.gate.plain_models import PlainMeasurer
 from pipeline.gate.report import GateCheck, GateReport, KeepAdvice, StratumReport, Trial
 from pipeline.progress import Progress

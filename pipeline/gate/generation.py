@@ -6,7 +6,7 @@ candidate beyond those of the reference on the same prompts.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from engines.runtime.request import RequestError
 from pipeline.compare.engine_subject import EngineDecoder
 from pipeline.compare.greedy import Prompt
 from pipeline.compare.subjects import DecoderSubject
-from pipeline.gate.data import DecoderData
+from pipeline.gate.material import DecoderData
 from pipeline.gate.metrics import Agreement, agreement, repetition
 from plugins.errors import KilnError
 
@@ -133,8 +133,8 @@ def compare_written(
         same = agreement(ours.tokens, theirs.tokens, config.greedy)
         row = WrittenRow(job.stratum, job.prompt.title, len(job.prompt.token_ids), job.tokens, same)
         if job.long:
-            row = WrittenRow(
-                **{**row.__dict__, "agreement": same},
+            row = replace(
+                row,
                 repetition_reference=repetition(ours.tokens, config.ngram),
                 repetition_candidate=repetition(theirs.tokens, config.ngram),
                 surprise_reference=ours.surprise,

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.compare.subjects import PlainSubject
-from pipeline.gate.data import PlainData, Sample, Task
 from pipeline.gate.downstream import fit, split
+from pipeline.gate.material import PlainData, Sample, Task
 from pipeline.gate.metrics import ErrorSums
 from plugins.errors import KilnError
 

@@ -8,11 +8,11 @@ from pipeline.compare.comparison import Comparable, subject_from
 from pipeline.compare.inputs import merged_inputs
 from pipeline.compare.subjects import PlainSubject, Subject
 from pipeline.gate.config import GateConfig
-from pipeline.gate.data import PlainData, PlainStratum
 from pipeline.gate.found import Found, Measured, Noise
 from pipeline.gate.graphs import GraphFile, graph_file_of, variant
 from pipeline.gate.layers import LayerRow, plain_layers
 from pipeline.gate.limits import Dimension
+from pipeline.gate.material import PlainData, PlainStratum
 from pipeline.gate.plain import measure_samples, measure_task
 from pipeline.io_layout import permutations_from_path, to_model
 from pipeline.progress import Progress

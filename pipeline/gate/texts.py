@@ -25,6 +25,8 @@ class TextFigures:
     """Metrics by name of `pipeline.gate.limits.METRICS`, perplexities, and figures along the positions."""
 
     values: Mapping[str, float]
+    scatter: Mapping[str, float]
+    """First choices that agree, with one less than do: what limits may be derived from, for it is never all of them."""
     perplexity_reference: float
     perplexity_candidate: float
     thousands: tuple[Bin, ...]
@@ -66,7 +68,10 @@ def score_texts(
         values["perplexity_worst"] = max(abs(ratio - 1.0) for ratio in ratios)
         values["kl_worst"] = max(part.kl_mean for part in judged)
     longest = int(positions.max()) + 1
-    return TextFigures(values, reference, candidate, thousands, bins(max(1, -(-longest // _CURVE))))
+    agreed = (int(whole.agree.sum()) - 1) / len(whole.agree)
+    return TextFigures(
+        values, {"top1_agreement": agreed}, reference, candidate, thousands, bins(max(1, -(-longest // _CURVE)))
+    )
 
 
 def joined(parts: Sequence[TokenStatistics]) -> TokenStatistics:

@@ -5,10 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.gate.data import Cut, DecoderData, TextStratum, decoder_data_from_tokens, default_cuts, samples_from_npz
 from pipeline.gate.keep import advise, rank_layers
 from pipeline.gate.layers import LayerRow
 from pipeline.gate.limits import METRICS, PERPLEXITY, Basis, GateLimits, limit_of, limits_from_toml
+from pipeline.gate.material import (
+    Cut,
+    DecoderData,
+    TextStratum,
+    decoder_data_from_tokens,
+    default_cuts,
+    samples_from_npz,
+)
 from pipeline.gate.report import Trial
 from plugins.errors import KilnError
 
@@ -132,7 +139,7 @@ def test_texts_are_cut_into_strata() -> None:
     assert [len(prompt.token_ids) for prompt in long.prompts] == [20, 20, 20]
     assert len({prompt.token_ids for prompt in long.prompts}) == 3
     data.check(220, 50)
-    with pytest.raises(KilnError, match="has the token 210; the model knows 0 to 209|has the token 2"):
+    with pytest.raises(KilnError, match=r"has the token 2\d\d; the model knows 0 to 199"):
         data.check(200, 50)
     with pytest.raises(KilnError, match="has 50 tokens; the model's context holds 40"):
         data.check(220, 40)
@@ -169,7 +176,7 @@ def test_npz_files_become_batches(tmp_path: Path) -> None:
     with pytest.raises(KilnError, match="labels are float64"):
         samples_from_npz(path)
     path.write_text("no")
-    with pytest.raises(KilnError, match="is no .npz"):
+    with pytest.raises(KilnError, match=r"is no \.npz"):
         samples_from_npz(path)
 
 

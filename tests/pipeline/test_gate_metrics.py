@@ -1,4 +1,4 @@
-"""The gate's arithmetic against plain definitions: errors, repetition, agreement, positions, the downstream classifier."""
+"""The gate's arithmetic against plain definitions: errors, repetition, agreement, positions, the classifier."""
 
 import math
 
