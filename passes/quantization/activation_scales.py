@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from passes.quantization.gptq import output_error
 from passes.quantization.grid import Grid, round_to_nearest
@@ -19,7 +19,7 @@ _SMALLEST = 1e-5
 
 
 def smoothing_scales(
-    activations: NDArray[np.floating],
+    activations: ArrayLike,
     weights: Sequence[NDArray[np.floating]],
     alpha: float,
     tied: NDArray[np.integer] | None = None,
@@ -57,12 +57,11 @@ def awq_scales(
     second `moments` [depth, depth], or by the magnitudes alone without them. `tied` as in `smoothing_scales`.
     """
     weighting = np.square(magnitudes) if moments is None else moments
-    magnitudes = np.asarray(magnitudes, np.float64)
     best: ScaleSearch | None = None
     unscaled = 0.0
     for step in range(AWQ_STEPS):
         alpha = step / AWQ_STEPS
-        scales = _tied_power(magnitudes, np.ones_like(magnitudes), alpha, tied)
+        scales = _tied_power(magnitudes.astype(np.float64), np.ones(len(magnitudes)), alpha, tied)
         scales /= np.sqrt(scales.max() * scales.min())
         column = scales[:, None]
         error = float(

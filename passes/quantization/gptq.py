@@ -29,9 +29,8 @@ def gptq(
     first, with the scales of the original weights. `error` is the root of the objective's share.
     """
     depth, width = weight.shape
-    moments = np.asarray(moments, np.float64)
     order = np.argsort(-np.diag(moments), kind="stable") if by_activation else np.arange(depth)
-    factor = _inverse_factor(moments[np.ix_(order, order)], damping)
+    factor = _inverse_factor(moments[np.ix_(order, order)].astype(np.float64), damping)
     integers = np.empty((depth, width), np.int8)
     groups = list(grid.groups(depth))
     scales = np.empty((width, len(groups)), np.float32)

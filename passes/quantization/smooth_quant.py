@@ -36,7 +36,7 @@ class SmoothQuant:
     def call(self, graph: gs.Graph) -> Outcome:
         outcome = Outcome()
         name_layers(graph)
-        tensors = {}
+        tensors: dict[str, tuple[gs.Tensor, str]] = {}
         for node in graph.nodes:
             layer = layer_of(node)
             if layer is not None and self.plan.of(layer.name).smooth is not None and not is_rescaled(layer):
