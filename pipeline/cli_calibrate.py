@@ -36,7 +36,11 @@ def calibration_options(command: Any) -> Any:
         click.option("--traffic", type=_FILE, help="Trace of the requests to expect, as kiln load reads it."),
         click.option("--preprocess", type=_FILE, help="TOML file that says how images become the model's input."),
         click.option(
-            "--samples", type=int, default=_DATA.samples, show_default=True, help="At most, of each length stratum."
+            "--samples",
+            type=int,
+            default=_DATA.samples,
+            show_default=True,
+            help="Of each length stratum; 8 times as many images.",
         ),
         click.option("--seed", type=int, default=_DATA.seed, show_default=True, help="Of the choice of samples."),
         click.option(
@@ -66,7 +70,7 @@ def config_from_options(options: dict[str, Any]) -> CalibrationConfig:
     """Of the options of `calibration_options`; takes them out of `options`."""
     take = options.pop
     return CalibrationConfig(
-        data=DataConfig(take("samples"), take("seed"), take("strata"), take("preprocess")),
+        data=DataConfig(take("samples"), seed=take("seed"), strata=take("strata"), preprocess=take("preprocess")),
         traffic=take("traffic"),
         coverage=CoverageLimits(take("min_samples"), take("min_tokens"), take("min_share")),
         override_coverage=take("override_coverage"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeline.calibration.arrays import samples_from_callable, samples_from_npz
 from pipeline.calibration.images import SPEC_FILE, SUFFIXES, image_files, samples_from_images
-from pipeline.calibration.samples import CalibrationSet, Sample, drawn_set
+from pipeline.calibration.samples import CalibrationSet, Draw, Sample, drawn_set
 from pipeline.calibration.strata import UNSIZED, Strata, strata_from_text, strata_of_limit
 from pipeline.calibration.subject import CalibrationModel
 from pipeline.calibration.text import TextKind, TokenSample, samples_from_jsonl, samples_from_text
@@ -24,17 +24,19 @@ _TEXT = (".txt", ".text", ".md", "")
 
 @dataclass(frozen=True)
 class DataConfig:
-    """`samples`: at most so many of each length stratum, and of what has no length eight times as many."""
+    """`samples`: so many of each length stratum, and of what has no length eight times as many."""
 
     samples: int = 8
+    tokens: int = 512
+    """Where a stratum's samples have fewer in all, more samples are taken."""
     seed: int = 0
     strata: str | None = None
     """Bounds as `pipeline.calibration.strata.strata_from_text` reads them; None: by the context limit."""
     preprocess: Path | None = None
     """TOML file for images, where their folder has none."""
 
-    def per_stratum(self, strata: Strata) -> int:
-        return self.samples if strata.sized else 8 * self.samples
+    def draw(self, strata: Strata) -> Draw:
+        return Draw(self.samples if strata.sized else 8 * self.samples, self.tokens, self.seed)
 
 
 def strata_of(model: CalibrationModel, config: DataConfig) -> Strata:
@@ -54,7 +56,7 @@ def calibration_set(specs: Sequence[str], model: CalibrationModel, config: DataC
         raise KilnError(f"no calibration data was named; expected {FORMS}")
     strata = strata_of(model, config)
     pool = [sample for spec in specs for sample in _samples(spec, model, strata, config)]
-    return drawn_set(", ".join(specs), pool, strata, config.per_stratum(strata), config.seed)
+    return drawn_set(", ".join(specs), pool, strata, config.draw(strata))
 
 
 def _samples(spec: str, model: CalibrationModel, strata: Strata, config: DataConfig) -> Iterator[Sample]:
@@ -98,7 +100,7 @@ def _from_file(
         raise KilnError(f"{path} is one image; expected a folder of images with a {SPEC_FILE}")
     if suffix not in _TEXT and kind == "auto":
         raise KilnError(f"{path} is no .txt, .jsonl or .npz file; expected {FORMS} (text:{path} reads it as text)")
-    found = samples_from_text(path, model.tokenizer, strata, config.per_stratum(strata), config.seed, kind)
+    found = samples_from_text(path, model.tokenizer, strata, config.draw(strata), kind)
     return _of_tokens(found, model)
 
 

@@ -55,13 +55,27 @@ class CalibrationSet:
         return [sample.length for sample in self.samples]
 
 
-def drawn_set(origin: str, pool: Sequence[Sample], strata: Strata, per_stratum: int, seed: int) -> CalibrationSet:
-    """At most `per_stratum` samples of each stratum, the same for the same pool and seed, in the pool's order.
+@dataclass(frozen=True)
+class Draw:
+    """How much is taken from each stratum: so many samples, or more where those have fewer tokens than `tokens`."""
+
+    samples: int
+    tokens: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.tokens < 0 or self.seed < 0:
+            raise KilnError(
+                f"{self.samples} samples and {self.tokens} tokens a stratum were asked for, with seed {self.seed}; "
+                "expected at least 1, 0 and 0"
+            )
+
+
+def drawn_set(origin: str, pool: Sequence[Sample], strata: Strata, draw: Draw) -> CalibrationSet:
+    """Samples of each stratum, the same for the same pool and seed, in the pool's order.
 
     Raises KilnError for fewer than two samples and for one that is longer than the strata reach.
     """
-    if per_stratum < 1:
-        raise KilnError(f"{per_stratum} samples a stratum were asked for; expected at least 1")
     if len(pool) < 2:
         found = "no samples" if not pool else f"one sample ({pool[0].origin})"
         raise KilnError(f"the calibration set {origin} holds {found}; expected many that are like the traffic")
@@ -73,10 +87,10 @@ def drawn_set(origin: str, pool: Sequence[Sample], strata: Strata, per_stratum: 
             raise KilnError(f"{sample.origin}: {error}; shorten it or leave it out") from error
     chosen: list[int] = []
     for number, indices in enumerate(members.values()):
-        if len(indices) > per_stratum:
-            generator = np.random.default_rng([seed, number])
-            indices = sorted(generator.choice(indices, per_stratum, replace=False).tolist())
-        chosen += indices
+        order = np.random.default_rng([draw.seed, number]).permutation(np.array(indices, int)).tolist()
+        tokens = np.cumsum([pool[index].length for index in order])
+        count = max(draw.samples, int(np.searchsorted(tokens, draw.tokens)) + 1 if strata.sized else 0)
+        chosen += sorted(order[:count])
     samples = tuple(pool[index] for index in chosen)
     return CalibrationSet(origin, samples, strata, _digest(samples))
 

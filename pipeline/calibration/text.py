@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engines.runtime.tokenizer import Tokenizer
+from pipeline.calibration.samples import Draw
 from pipeline.calibration.strata import Strata
 from plugins.errors import KilnError
 
@@ -83,9 +84,9 @@ def _ids_of_line(line: _Line, tokenizer: Tokenizer | None) -> Sequence[int]:
 
 
 def samples_from_text(
-    path: Path, tokenizer: Tokenizer | None, strata: Strata, per_stratum: int, seed: int, kind: TextKind = "auto"
+    path: Path, tokenizer: Tokenizer | None, strata: Strata, draw: Draw, kind: TextKind = "auto"
 ) -> Iterator[TokenSample]:
-    """A sample for each line, or up to `per_stratum` of every stratum from running text. Raises KilnError."""
+    """A sample for each line, or what `draw` asks for of every stratum from running text. Raises KilnError."""
     encoder = _required(tokenizer)
     lines = list(_numbered_lines(path))
     while lines and not lines[-1][1].strip():
@@ -95,7 +96,7 @@ def samples_from_text(
     running = kind == "text" or (kind == "auto" and any(not line.strip() for _, line in lines))
     if running:
         ids = np.asarray(encoder.encode("\n".join(line for _, line in lines)), np.int32)
-        yield from cut(str(path), ids, strata, per_stratum, seed)
+        yield from cut(str(path), ids, strata, draw)
         return
     full = [(number, line.strip()) for number, line in lines if line.strip()]
     for start in range(0, len(full), _TOGETHER):
@@ -103,21 +104,22 @@ def samples_from_text(
         for (number, _), found in zip(part, encoder.encode_all([line for _, line in part]), strict=True):
             origin, ids = f"{path}, line {number}", np.asarray(found, np.int32)
             if len(ids) > strata.limit:
-                yield from cut(origin, ids, strata, per_stratum, seed)
+                yield from cut(origin, ids, strata, draw)
             else:
                 yield TokenSample(origin, ids)
 
 
-def cut(origin: str, ids: TokenIds, strata: Strata, per_stratum: int, seed: int) -> Iterator[TokenSample]:
-    """Up to `per_stratum` pieces for each stratum, of lengths drawn by seed.
+def cut(origin: str, ids: TokenIds, strata: Strata, draw: Draw) -> Iterator[TokenSample]:
+    """As many pieces as `draw` asks for in each stratum, or as the text has room for, of lengths drawn by seed.
 
     Pieces of one stratum do not overlap; those of different strata may, so that strata differ in length and not in
     what they are about.
     """
     for number, stratum in enumerate(strata):
-        generator = np.random.default_rng([seed, number])
+        generator = np.random.default_rng([draw.seed, number])
         shortest = max(stratum.shortest, min(_LEAST_PIECE, stratum.longest))
-        count = min(per_stratum, len(ids) // shortest)
+        typical = (shortest + stratum.longest) // 2
+        count = min(max(draw.samples, -(-draw.tokens // typical)), len(ids) // shortest)
         room = len(ids) // max(count, 1)
         for piece in range(count):
             length = int(generator.integers(shortest, min(stratum.longest, room) + 1))

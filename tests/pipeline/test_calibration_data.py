@@ -12,6 +12,7 @@ from engines.runtime.tokenizer import Tokenizer
 from passes.onnx_model import DecoderSpec, OnnxModel, onnx_model_from_path
 from pipeline.calibration.data import DataConfig, calibration_set
 from pipeline.calibration.images import Preprocessing, image_from_file, preprocessing_from_toml
+from pipeline.calibration.samples import Draw
 from pipeline.calibration.subject import CalibrationModel, calibration_model_from_path
 from pipeline.calibration.text import cut
 from plugins.errors import KilnError
@@ -81,10 +82,10 @@ def test_lines_stay_as_short_as_they_are(tmp_path, decoder):
 
 def test_one_long_text_fills_every_stratum(tmp_path, decoder):
     spec = written(tmp_path / "book.txt", "\n\n".join(words(100, i) for i in range(30)))
-    data = calibration_set([spec], decoder, DataConfig(samples=5))
+    data = calibration_set([spec], decoder, DataConfig(samples=5, tokens=0))
     assert data.counts == {"short": 5, "medium": 5, "long": 5, "near-limit": 5}
-    again = calibration_set([spec], decoder, DataConfig(samples=5))
-    other = calibration_set([spec], decoder, DataConfig(samples=5, seed=1))
+    again = calibration_set([spec], decoder, DataConfig(samples=5, tokens=0))
+    other = calibration_set([spec], decoder, DataConfig(samples=5, tokens=0, seed=1))
     assert again.sha256 == data.sha256 != other.sha256
     assert ids_of(again) == ids_of(data)
     assert "tokens " in data.samples[0].origin
@@ -95,14 +96,14 @@ def test_one_long_text_fills_every_stratum(tmp_path, decoder):
 def test_pieces_of_a_stratum_do_not_overlap(decoder):
     strata = calibration_strata(decoder)
     ids = np.arange(1000, dtype=np.int32)
-    found = list(cut("book", ids, strata, 8, seed=3))
+    found = list(cut("book", ids, strata, Draw(8, 0, 3)))
     for stratum in strata:
         pieces = [p.token_ids for p in found if strata.of(len(p.token_ids)) == stratum.name]
         joined = np.concatenate(pieces)
         assert len(set(joined.tolist())) == len(joined)
         assert all((np.diff(piece) == 1).all() for piece in pieces)
     assert len([p for p in found if len(p.token_ids) > 128]) == 7  # as many as 1000 tokens have room for
-    assert {strata.of(len(p.token_ids)) for p in cut("line", ids[:20], strata, 8, seed=0)} == {"short"}
+    assert {strata.of(len(p.token_ids)) for p in cut("line", ids[:20], strata, Draw(8, 0, 0))} == {"short"}
 
 
 def calibration_strata(model):
@@ -199,11 +200,13 @@ def test_text_needs_a_tokenizer_and_a_model_that_takes_tokens(tmp_path, decoder)
 def test_the_draw_is_by_stratum_and_seed(tmp_path, decoder):
     lines = [words(length, length) for length in [5] * 30 + [50] * 30 + [200]]
     spec = written(tmp_path / "set.txt", "\n".join(lines))
-    data = calibration_set([spec], decoder, DataConfig(samples=4))
+    data = calibration_set([spec], decoder, DataConfig(samples=4, tokens=0))
     assert data.counts == {"short": 4, "medium": 4, "long": 0, "near-limit": 1}
-    one = calibration_set([spec], decoder, DataConfig(samples=4, seed=1))
-    two = calibration_set([spec], decoder, DataConfig(samples=4, seed=2))
+    one = calibration_set([spec], decoder, DataConfig(samples=4, tokens=0, seed=1))
+    two = calibration_set([spec], decoder, DataConfig(samples=4, tokens=0, seed=2))
     assert [s.origin for s in one.samples] != [s.origin for s in two.samples]
+    more = calibration_set([spec], decoder, DataConfig(samples=4, tokens=60))
+    assert more.counts == {"short": 12, "medium": 4, "long": 0, "near-limit": 1}
     with pytest.raises(KilnError, match="0 samples"):
         calibration_set([spec], decoder, DataConfig(samples=0))
 
