@@ -20,6 +20,7 @@ from engines.bundle import EngineBundle, open_bundle
 from engines.manifest import PassRecord
 from engines.sku import sku_table
 from pipeline.cli_bench import bench_command
+from pipeline.cli_bisect import bisect_command
 from pipeline.cli_calibrate import calibrate_command
 from pipeline.cli_capi import capi_group
 from pipeline.cli_compare import compare_command
@@ -161,6 +162,7 @@ kiln_group.add_command(run_bundle_command)
 kiln_group.add_command(optimize_command)
 kiln_group.add_command(compare_command)
 kiln_group.add_command(bench_command)
+kiln_group.add_command(bisect_command)
 kiln_group.add_command(calibrate_command)
 kiln_group.add_command(capi_group)
 kiln_group.add_command(load_command)

@@ -52,7 +52,8 @@ def choose(
 ) -> Chosen:
     """The plan that saves most and costs at most `limits`, as `measure` finds.
 
-    `limits` are above 0, one for each stratum. Layers keep `float` where no choice saves time. Raises KilnError where no plan that saves time is within the limits.
+    `limits` are above 0, one for each stratum. Layers keep `float` where no choice saves time. Raises KilnError where
+    no plan that saves time is within the limits.
     """
     useful = [choice for choice in choices if choice.saved > 0]
     budget = dict(limits)

@@ -1,7 +1,8 @@
 """How far a candidate graph is from the float one, by stratum: cheap enough to ask for every layer.
 
 A decoder is judged at some positions of some texts, so that the reference's logits fit into memory; any other model
-on given inputs. The verdict on a whole engine is the gate's (`pipeline.gate`), on more data and in more ways.
+on given inputs. With `optimized` False ONNX Runtime runs the graphs as they stand. The verdict on a whole engine is the
+gate's (`pipeline.gate`), on more data and in more ways.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,9 +54,16 @@ class DecoderJudge:
     """Keeps the reference's logits, [positions, vocabulary] float32 of every text."""
 
     def __init__(
-        self, reference: Path, decoder: DecoderSpec, plugins: Sequence[Path], texts: Sequence[Text], threads: int | None
+        self,
+        reference: Path,
+        decoder: DecoderSpec,
+        plugins: Sequence[Path],
+        texts: Sequence[Text],
+        threads: int | None = None,
+        optimized: bool = True,
     ) -> None:
-        self._decoder, self._plugins, self._texts, self._threads = decoder, tuple(plugins), tuple(texts), threads
+        self._decoder, self._plugins, self._texts = decoder, tuple(plugins), tuple(texts)
+        self._threads, self._optimized = threads, optimized
         self._reference = list(self._logits(reference))
 
     def __call__(self, candidate: Path) -> dict[Stratum, Difference]:
@@ -73,6 +81,7 @@ class DecoderJudge:
             blocks_for(longest, self._decoder.kv.block_size),
             plugins=self._plugins,
             threads=self._threads,
+            optimized=self._optimized,
         )
         try:
             for text in self._texts:
@@ -89,11 +98,12 @@ class PlainJudge:
         reference: Path,
         plugins: Sequence[Path],
         samples: Sequence[tuple[Stratum, Feeds]],
-        distributions: bool,
-        threads: int | None,
+        distributions: bool = False,
+        threads: int | None = None,
+        optimized: bool = True,
     ) -> None:
         self._plugins, self._samples, self._distributions = tuple(plugins), tuple(samples), distributions
-        self._threads = threads
+        self._threads, self._optimized = threads, optimized
         self._reference = list(self._outputs(reference))
 
     def __call__(self, candidate: Path) -> dict[Stratum, Difference]:
@@ -105,7 +115,7 @@ class PlainJudge:
         return totals.differences()
 
     def _outputs(self, path: Path) -> Iterator[dict[str, NDArray]]:
-        model = OnnxRuntimeModel(path, plugins=self._plugins, threads=self._threads)
+        model = OnnxRuntimeModel(path, plugins=self._plugins, threads=self._threads, optimized=self._optimized)
         try:
             for _, feeds in self._samples:
                 yield model.infer(feeds)

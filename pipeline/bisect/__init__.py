@@ -1,0 +1,1 @@
+"""Finding what makes two models differ: `kiln bisect`."""
