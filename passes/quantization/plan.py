@@ -29,6 +29,8 @@ KvScheme = Literal["", "int8-k", "int8-kv"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 STATIC: tuple[Scheme, ...] = ("w8a8", "fp8")
 """Schemes that need calibrated ranges."""
+DYNAMIC: tuple[Scheme, ...] = ("w8a8-dynamic", "w4a8-dynamic")
+"""Schemes that compute activations' scales in the engine."""
 SCHEMA_VERSION = 1
 
 
@@ -43,12 +45,18 @@ class LayerPlan:
     smooth: float | None = None
     """SmoothQuant's alpha: how much of the activations' spread moves into the weights; None: nothing."""
     reason: str = ""
+    activation_group_size: int = 0
+    """Of the dynamic schemes: values of a row that share a scale; 0: all. Else the same as `group_size`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     def __post_init__(self) -> None:
         if self.group_size < 0:
             raise ValueError(f"group_size is {self.group_size}; expected 0 or a number of products")
+        if self.activation_group_size not in (0, self.group_size):
+            raise ValueError(
+                f"activation_group_size is {self.activation_group_size}; expected 0 or group_size, {self.group_size}"
+            )
         if self.smooth is not None and not 0 <= self.smooth <= 1:
             raise ValueError(f"smooth is {self.smooth}; expected 0 to 1")
 

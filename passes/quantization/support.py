@@ -3,7 +3,7 @@
 from typing import Literal
 
 from passes.quantization.layers import Layer
-from passes.quantization.plan import LayerPlan, Scheme
+from passes.quantization.plan import DYNAMIC, LayerPlan, Scheme
 from plugins.errors import KilnError
 
 Kernels = Literal["cpu", "cpu-plugins", "cuda", "tensorrt"]
@@ -42,6 +42,8 @@ def require_supported(layer: Layer, plan: LayerPlan, kernels: Kernels) -> None:
         wanted = "" if groups in (0, *BLOCKS) else f"0 or one of {', '.join(map(str, BLOCKS))}"
     if wanted:
         raise KilnError(f"{where} with groups of {groups}; {kernels} takes {wanted}")
+    if plan.activation_group_size and (kernels != "cpu-plugins" or plan.scheme not in DYNAMIC):
+        raise KilnError(f"{where} with activations in groups, which Kiln's own dynamic operators alone take")
     if plan.scheme == "fp8" and plan.rounding != "rtn":
         raise KilnError(f"{where} with {plan.rounding}; FP8 weights are rounded to nearest: plan rtn")
     if layer.kind == "Conv" and plan.rounding not in ("rtn", "hqq"):
