@@ -141,9 +141,7 @@ def _settings(found: Calibration) -> dict[str, str]:
         "method": f"{table.method}, {'symmetric' if table.symmetric else 'asymmetric'}",
         "tensors": str(len(table.tensors)),
         "samples": samples,
-        "runs": f"{observed.runs}, in chunks of {observed.chunk} tokens"
-        if found.data.strata.sized
-        else f"{observed.runs}",
+        "runs": f"{observed.runs}, in chunks of {observed.chunk} tokens" if observed.chunk else f"{observed.runs}",
         "peak memory": peak,
         **({"warning": "; ".join(table.warnings)} if table.warnings else {}),
     }

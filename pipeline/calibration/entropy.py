@@ -34,12 +34,18 @@ def entropy_ends(histogram: Histogram, low: Floats, high: Floats, symmetric: boo
         ends = np.minimum(_ends(both, coarse.widths, 128), high)
         return -ends, ends
     reach = np.maximum(high - low, np.finfo(np.float64).tiny)
-    levels = [np.maximum(np.rint(256 * side / reach), 1).astype(int) for side in (-low, high)]
-    found = [
-        np.array([_ends(counts[i : i + 1], coarse.widths[i : i + 1], int(level[i]))[0] for i in range(len(counts))])
-        for counts, level in zip((left, right), levels, strict=True)
-    ]
-    return -np.minimum(found[0], -low), np.minimum(found[1], high)
+    below, above = (_ends_by_share(*side, coarse.widths) for side in ((left, -low / reach), (right, high / reach)))
+    return -np.minimum(below, -low), np.minimum(above, high)
+
+
+def _ends_by_share(counts: NDArray[np.int64], shares: Floats, widths: Floats) -> Floats:
+    """Of one side of asymmetric ranges, which gets its share of 256 integers, in sixteenths."""
+    levels = 16 * np.maximum(np.rint(16 * shares), 1).astype(int)
+    ends = np.empty(len(counts))
+    for level in np.unique(levels):
+        here = levels == level
+        ends[here] = _ends(counts[here], widths[here], int(level))
+    return ends
 
 
 def _ends(counts: NDArray[np.int64], widths: Floats, levels: int) -> Floats:

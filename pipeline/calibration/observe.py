@@ -105,7 +105,8 @@ class Observed:
     samples: Mapping[str, int]
     runs: int
     """How many times the data was run."""
-    chunk: int
+    chunk: int | None
+    """Tokens of a prompt that ran together; None for a model without a KV cache."""
     peak_memory: float | None
     """Most bytes that the process had resident meanwhile; None where the system does not say."""
 
@@ -163,8 +164,11 @@ def run_over(
     take: Callable[[Sample, str, NDArray[np.float32]], None],
     config: ObserveConfig,
     progress: Progress | None = None,
-) -> tuple[int, int]:
-    """Call `take(sample, tensor name, values)` for every chunk of every sample; returns (runs, tokens of a chunk)."""
+) -> tuple[int, int | None]:
+    """Call `take(sample, tensor name, values)` for every chunk of every sample.
+
+    Returns how many runs of the data that took, and the tokens of a chunk, None for a model without a KV cache.
+    """
     progress = progress or Progress()
     longest = max(data.lengths)
     sizes = _bytes_of(model, data, names, config)
@@ -183,7 +187,7 @@ def run_over(
                 for tensors in session.run(sample):
                     for name, values in tensors.items():
                         take(sample, name, values)
-    return len(groups), chunk
+    return len(groups), chunk if model.decoder else None
 
 
 def _bytes_of(

@@ -24,7 +24,9 @@ from pipeline.calibration.strata import UNSIZED
 from pipeline.calibration.subject import CalibrationModel, calibration_model_from_path
 from pipeline.calibration.tables import table_from_observed
 from pipeline.cli_calibrate import calibrate_command
+from pipeline.packed import packed_logits
 from plugins.errors import KilnError
+from plugins.paged_attention.schema import EXPORT_DOMAIN, OP_TYPE
 
 CONTEXT = 256
 ONE = ObserveConfig(threads=1)
@@ -126,6 +128,51 @@ def test_chunks_see_the_cache_and_several_runs_see_the_same(decoder, data, obser
                 assert found.histogram.totals[0] == statistics.histogram.totals[0]
                 assert found.high == pytest.approx(statistics.high, rel=1e-4, abs=1e-4)
                 assert found.low == pytest.approx(statistics.low, rel=1e-4, abs=1e-4)
+
+
+def test_the_operator_as_exported_is_bound(decoder, data, observed, silent, tmp_path):
+    proto = onnx.load(decoder.model.path)
+    for node in proto.graph.node:
+        node.domain = EXPORT_DOMAIN if node.op_type == OP_TYPE else node.domain
+    proto.opset_import.append(onnx.helper.make_opsetid(EXPORT_DOMAIN, 1))
+    onnx.save(proto, tmp_path / "exported.onnx", save_as_external_data=True, location="exported.data", size_threshold=0)
+    found = observe(calibration_model_from_path(tmp_path / "exported.onnx"), data, ONE, silent)
+    for name, seen in observed.tensors.items():
+        assert (found.tensors[name].histogram.counts == seen.histogram.counts).all()
+    assert found.model_sha256 != observed.model_sha256
+
+
+def quantised_logits(model, ranges, ids):
+    """Logits of every token with the two feed-forward activations in INT8 of the given magnitudes."""
+    proto = onnx.load(model.model.path)
+    for name, magnitude in ranges.items():
+        scale, zero = onnx.numpy_helper.from_array(np.float32(magnitude / 127), f"{name}/scale"), f"{name}/zero"
+        proto.graph.initializer.extend([scale, onnx.numpy_helper.from_array(np.int8(0), zero)])
+        reader = next(node for node in proto.graph.node if node.op_type == "MatMul" and node.input[0] == name)
+        reader.input[0] = f"{name}/dequantised"
+        for op, source, target in (("QuantizeLinear", name, "q"), ("DequantizeLinear", f"{name}/q", "dequantised")):
+            node = onnx.helper.make_node(op, [source, scale.name, zero], [f"{name}/{target}"])
+            proto.graph.node.insert(list(proto.graph.node).index(reader), node)
+    path = model.model.path.with_name("quantised.onnx")
+    onnx.save(proto, path)
+    step = list(range(len(ids)))
+    (logits,) = packed_logits(path, model.decoder, model.plugins, [ids], [[len(step)]], optimized=False)
+    return logits
+
+
+def test_the_trap_short_data_passes_short_and_fails_long(decoder, observed):
+    """Why the coverage gate refuses: with ranges of short texts, INT8 agrees on short texts only."""
+    strata = {name: table_from_observed(observed, RangeConfig()).of(name).strata for name in ("grown", "active")}
+    ids = np.random.default_rng(9).integers(0, 61, 250).astype(np.int32)
+    exact = quantised_logits(decoder, {}, ids)
+    agreement = {}
+    for stratum in ("short", "near-limit"):
+        found = quantised_logits(decoder, {name: ranges[stratum].magnitude for name, ranges in strata.items()}, ids)
+        same = exact.argmax(axis=1) == found.argmax(axis=1)
+        agreement[stratum] = (same[:32].mean(), same[128:].mean())
+    assert agreement["short"][0] > 0.95
+    assert agreement["short"][1] < 0.9
+    assert agreement["near-limit"][1] > 0.95
 
 
 def test_peak_memory_is_told(observed):
