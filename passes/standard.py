@@ -32,7 +32,6 @@ from passes.merge_duplicates import MergeDuplicates
 from passes.onnx_model import DecoderSpec
 from passes.pack_matmuls import PackMatMuls
 from passes.prune import PruneStructure
-from passes.quantization.fuse_quantize_rows import FuseQuantizeRows
 from passes.remove_no_ops import RemoveNoOps
 from passes.remove_unused import RemoveUnused
 from passes.reparameterize import Reparameterize
@@ -150,7 +149,6 @@ FLOAT_TABLE: tuple[Entry, ...] = (
     ),
     Entry(BindAddRmsNorm, default=_with_plugins),
     Entry(BindSwiglu, default=_with_plugins),
-    Entry(FuseQuantizeRows, default=_with_plugins),
 )
 """What a graph is rewritten to before it is calibrated and quantised."""
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from passes.base import Pass
 from passes.quantization.awq import ScaleForAwq
 from passes.quantization.dynamic_int8 import DynamicInt8
+from passes.quantization.fuse_quantize_rows import FuseQuantizeRows
 from passes.quantization.insert_qdq import InsertQdq
 from passes.quantization.layers import Layer
 from passes.quantization.plan import DYNAMIC, STATIC, PrecisionPlan
@@ -65,4 +66,6 @@ def quantising_passes(
         passes.append(QuantizeWeights(plan, kernels, moments, rescaled))
     if any(layer.scheme in DYNAMIC for layer in plans):
         passes.append(DynamicInt8(plan, kernels, moments, rescaled))
+        if kernels == "cpu-plugins":
+            passes.append(FuseQuantizeRows())
     return passes

@@ -35,6 +35,8 @@ def test_passes_come_in_order_and_only_those_that_the_plan_needs():
     weights = quantising_passes(plan(fc=LayerPlan("w8a16", 64)), None, None, PassTarget())
     assert [graph_pass.name for graph_pass in weights] == ["quantize_weights"]
     assert quantising_passes(plan(fc=LayerPlan()), None, None, PassTarget()) == []
+    rows = quantising_passes(plan(fc=LayerPlan("w8a8-dynamic")), None, None, PassTarget(decoder=DECODER))
+    assert [graph_pass.name for graph_pass in rows] == ["dynamic_int8", "fuse_quantize_rows"]
 
 
 def test_static_layers_need_a_table():
