@@ -22,7 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from pipeline.compare.report import Direction
 from pipeline.compare.tolerance import Limit
-from pipeline.gate.metrics import expected_agreement, ratio_from_db
+from pipeline.gate.metrics import db_from_ratio, expected_agreement, ratio_from_db
 from plugins.errors import KilnError
 
 Dimension = Literal["numeric", "distribution", "generation"]
@@ -45,7 +45,9 @@ METRICS: Mapping[str, Metric] = {
     "output_snr_db": Metric("SNR at the output, dB", "numeric", "at least", "db"),
     "layer_snr_db": Metric("SNR of the worst layer, dB", "numeric", "at least", "db"),
     "perplexity": Metric("relative difference of perplexity", "distribution", "at most", "perplexity"),
-    "perplexity_worst": Metric("the same, worst 1000 positions", "distribution", "at most", "perplexity"),
+    "perplexity_worst": Metric(
+        "relative difference of perplexity, worst 1000 positions", "distribution", "at most", "perplexity"
+    ),
     "kl_mean": Metric("mean KL divergence, nats", "distribution", "at most", "kl"),
     "kl_worst": Metric("mean KL divergence, worst 1000 positions", "distribution", "at most", "kl"),
     "kl_p99": Metric("99th percentile of KL divergence, nats", "distribution", "at most", "power"),
@@ -57,7 +59,9 @@ METRICS: Mapping[str, Metric] = {
     "embedding_cosine": Metric("mean cosine of embeddings", "distribution", "at least", "cosine"),
     "embedding_cosine_min": Metric("smallest cosine of an embedding", "distribution", "at least", "cosine"),
     "task_drop": Metric("task accuracy lost", "distribution", "at most", "resolution"),
-    "task_drop_kept": Metric("the same, classifier made for the reference", "distribution", "at most", "resolution"),
+    "task_drop_kept": Metric(
+        "task accuracy lost by the classifier made for the reference", "distribution", "at most", "resolution"
+    ),
     "greedy_agreement": Metric("greedy tokens before the first difference", "generation", "at least", "hazard"),
     "repetition": Metric("repeated n-grams beyond the reference's", "generation", "at most", "spread"),
     "drift": Metric("continuations' surprise to the reference, nats", "generation", "at most", "spread"),
@@ -193,6 +197,9 @@ def _conventional(metric: str, limits: GateLimits, basis: Basis, stratum: str) -
         return _tail(metric, base)
     if metric in ("embedding_cosine", "output_cosine") and not basis.is_decoder:
         return Limit(COSINE[basis.scheme], f"convention for {basis.scheme}")
+    if metric == "output_snr_db" and not basis.is_decoder:
+        snr = db_from_ratio(_allowed_noise(limits, stratum, basis)) - 20 * math.log10(limits.margin)
+        return Limit(snr, f"SNR that the limit of the cosine stands for, margin {limits.margin:g}")
     if law == "resolution":
         one = basis.resolution.get(metric, 0.0)
         return Limit(max(_LOST, one), "convention: one point" if one <= _LOST else "one sample, the data's resolution")
@@ -216,6 +223,12 @@ def allowed_kl(limits: GateLimits, stratum: str, basis: Basis) -> float:
     return math.log1p(PERPLEXITY[basis.scheme] if base is None else base.value)
 
 
+def _allowed_noise(limits: GateLimits, stratum: str, basis: Basis) -> float:
+    """Noise power over signal power of outputs at the limit of their cosine: |a - b|^2 of unit vectors."""
+    base = _base("embedding_cosine", limits, stratum) or _base("output_cosine", limits, stratum)
+    return 2.0 * (1.0 - (COSINE[basis.scheme] if base is None else base.value))
+
+
 def power(limits: GateLimits, stratum: str, basis: Basis) -> float | None:
     """How many times the noise floor's power is allowed, at least 1; None without a measurable floor."""
     if basis.is_decoder:
@@ -223,8 +236,7 @@ def power(limits: GateLimits, stratum: str, basis: Basis) -> float | None:
         allowed = allowed_kl(limits, stratum, basis) if base is None else base.value
         floor = basis.floor.get("kl_mean", 0.0)
     else:
-        base = _base("embedding_cosine", limits, stratum) or _base("output_cosine", limits, stratum)
-        allowed = 2.0 * (1.0 - (COSINE[basis.scheme] if base is None else base.value))  # |a - b|^2 of unit vectors
+        allowed = _allowed_noise(limits, stratum, basis)
         floor = ratio_from_db(basis.floor.get("output_snr_db", math.inf))
     return max(1.0, allowed / floor) if floor > 0 and math.isfinite(floor) else None
 
