@@ -15,18 +15,6 @@ def smallest_set(
     return _Search(ranking, holds, trials).run() if ranking and trials > 0 else None
 
 
-def first_prefix(order: Sequence[str], holds: Callable[[tuple[str, ...]], bool]) -> int:
-    """Length of the shortest prefix for which it holds, by halving; that it holds for all of `order` is known."""
-    failed, count = 0, len(order)
-    while count - failed > 1:
-        middle = (count + failed) // 2
-        if holds(tuple(order[:middle])):
-            count = middle
-        else:
-            failed = middle
-    return count
-
-
 class _Search:
     def __init__(self, ranking: Sequence[str], holds: Callable[[tuple[str, ...]], bool], left: int) -> None:
         self._ranking, self._holds, self._left = ranking, holds, left

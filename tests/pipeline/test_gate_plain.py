@@ -172,7 +172,7 @@ def test_embeddings_are_judged_by_length_and_by_their_task(encoder: Model, silen
     assert by_name(report, "long")["embedding_cosine"] > 0.99
     assert abs(by_name(report, "two kinds")["task_drop"]) <= 0.02
     facts = report.strata[-1].facts
-    assert facts["task accuracy, reference"] > 0.85
+    assert facts["task accuracy, reference"] > 0.75
     assert facts["task rows tested"] == 100
 
 
