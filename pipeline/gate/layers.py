@@ -82,13 +82,13 @@ def match_layers(reference: Path, candidate: Path) -> Matching:
     found: list[Matched] = []
     missing: list[str] = []
     tensors: dict[str, str] = {}
+    by_name = ours.tensors()
     for layer in layers_of(ours):
         other = layer.output if layer.output in known else by_node.get(layer.name)
         if other is None:
             missing.append(layer.name)
             continue
-        activation = ours.tensors()[layer.activation]
-        inputs = tuple(sorted(_shared_before(activation, known)))
+        inputs = tuple(sorted(_shared_before(by_name[layer.activation], known)))
         tensors |= {layer.output: other, **{name: name for name in inputs}}
         found.append(Matched(layer.name, layer.kind, layer.parameters, layer.output, inputs))
     if not found:
