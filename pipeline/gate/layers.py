@@ -1,8 +1,9 @@
 """Errors layer by layer: both graphs run on the same inputs with the outputs of their products shown, part by part.
 
 Layers are those of `passes.quantization.layers`, matched by the name of their output, else of their node. A layer's
-error has two parts: what it was given and what it added. The second is its noise-to-signal ratio at the output less
-that at its input; the input is the nearest tensors before it that both graphs have. Knows nothing of limits.
+error has two parts: what it was given and what it added. Where the candidate shows what it fed to a layer, the second
+is the difference from what the reference's layer makes of that; else it is taken to be the layer's noise-to-signal
+ratio less that of what it was given, the nearest tensors before it that both graphs have. Knows nothing of limits.
 """
 
 from array import array
@@ -22,12 +23,15 @@ from engines.runtime.scheduler import Chunk
 from engines.runtime.sequence import Sequence as RunningSequence
 from engines.runtime.sequence import blocks_for
 from passes.graph import graph_from_path
-from passes.quantization.layers import layers_of
+from passes.quantization.layers import Layer, layers_of
+from pipeline.gate.alone import layers_alone
 from pipeline.gate.graphs import GraphFile, bound
 from pipeline.gate.metrics import ErrorSums
 from plugins.errors import KilnError
 
 Tensors = Mapping[str, NDArray]
+_ROUNDING = 1e-11
+"""Noise-to-signal ratio below which a layer added nothing: sums of FP32 in another order."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,9 @@ class Matched:
     parameters: int
     output: str
     inputs: tuple[str, ...]
+    layer: Layer
+    alone: bool
+    """Whether the candidate shows the layer's own input."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,8 @@ def match_layers(reference: Path, candidate: Path) -> Matching:
             continue
         inputs = tuple(sorted(_shared_before(by_name[layer.activation], known)))
         tensors |= {layer.output: other, **{name: name for name in inputs}}
-        found.append(Matched(layer.name, layer.kind, layer.parameters, layer.output, inputs))
+        alone = inputs == (layer.activation,) and by_name[layer.activation].dtype == np.float32
+        found.append(Matched(layer.name, layer.kind, layer.parameters, layer.output, inputs, layer, alone))
     if not found:
         raise KilnError(
             f"{candidate} has none of the {len(missing)} layers of {reference}, such as "
@@ -131,7 +139,7 @@ def decoder_layers(
             stack.enter_context(_probing_decoder(graph, names, longest, threads))
             for graph, names in ((ours, matching.ours), (theirs, matching.theirs))
         ]
-        sums = _Sums(matching)
+        sums = _Sums(matching, ours.path, threads)
         for text in texts:
             steps = zip(*(_probed(backend, text, chunk) for backend in backends), strict=True)
             for number, (a, b) in enumerate(steps):
@@ -148,7 +156,7 @@ def plain_layers(
         _probing_model(graph, names, threads)
         for graph, names in ((reference, matching.ours), (candidate, matching.theirs))
     ]
-    sums = _Sums(matching)
+    sums = _Sums(matching, reference.path, threads)
     for number, feed in enumerate(feeds):
         sums.add(runs[0](feed), runs[1](feed), f"sample {number}")
     return sums.rows(), matching
@@ -157,9 +165,12 @@ def plain_layers(
 class _Sums:
     """Errors of every tensor that both graphs show."""
 
-    def __init__(self, matching: Matching) -> None:
+    def __init__(self, matching: Matching, reference: Path, threads: int | None) -> None:
         self._matching = matching
         self._sums = {name: ErrorSums() for name in matching.tensors}
+        self._own = {layer.output: ErrorSums() for layer in matching.layers if layer.alone}
+        alone = [layer.layer for layer in matching.layers if layer.alone]
+        self._alone = layers_alone(reference, alone, threads) if alone else None
         self._skipped: set[str] = set()
 
     def add(self, ours: Tensors, theirs: Tensors, where: str) -> None:
@@ -174,13 +185,19 @@ class _Sums:
                 other = self._matching.tensors[layer.output]
                 _refuse_not_finite(layer.name, ours[layer.output], theirs[other], where)
 
+        if self._alone is not None:
+            names = self._matching.tensors
+            given = {layer.inputs[0]: theirs[names[layer.inputs[0]]] for layer in self._matching.layers if layer.alone}
+            for name, expected in self._alone(given).items():
+                if expected.shape == theirs[names[name]].shape:
+                    self._own[name].add(expected, theirs[names[name]])
+
     def rows(self) -> list[LayerRow]:
         rows = []
         for layer in self._matching.layers:
             if layer.output in self._skipped:
                 continue
             found = self._sums[layer.output]
-            given = max((self._sums[x].noise_ratio for x in layer.inputs if x not in self._skipped), default=0.0)
             rows.append(
                 LayerRow(
                     name=layer.name,
@@ -189,11 +206,20 @@ class _Sums:
                     cosine=found.cosine,
                     max_error=found.max_error,
                     peak=found.peak,
-                    added=max(0.0, found.noise_ratio - given),
+                    added=self._added(layer),
                     parameters=layer.parameters,
                 )
             )
         return rows
+
+    def _added(self, layer: Matched) -> float:
+        signal, own = self._sums[layer.output].signal, self._own.get(layer.output)
+        if own is not None and own.elements and signal:
+            added = own.noise / signal
+        else:
+            given = (self._sums[name].noise_ratio for name in layer.inputs if name not in self._skipped)
+            added = self._sums[layer.output].noise_ratio - max(given, default=0.0)
+        return added if added > _ROUNDING else 0.0
 
 
 def _refuse_not_finite(layer: str, ours: NDArray, theirs: NDArray, where: str) -> None:

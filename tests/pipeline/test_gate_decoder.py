@@ -107,7 +107,11 @@ def test_noise_in_one_layer_fails_and_that_layer_is_named(
     assert not report.advice.verified
     before = [row for row in report.strata[0].layers if "layers.0" in row.name]
     assert len(before) == 5
-    assert all(row.snr_db == np.inf and row.added == 0 for row in before)
+    assert all(row.snr_db == np.inf for row in before)
+    after = {row.name: row for row in report.strata[0].layers}
+    assert after["lm_head"].snr_db < 30  # what it was given is wrong, what it does is not
+    assert [name for name, row in after.items() if row.added] == [LAYER]
+    assert report.advice.ranking == (LAYER,)
     with pytest.raises(GateFailedError, match=rf"not tried: --keep {LAYER}") as caught:
         require_passed(report)
     assert caught.value.report is report
