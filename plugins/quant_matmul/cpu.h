@@ -20,8 +20,8 @@ constexpr int64_t kDeepestGroup = 131072;  // 127 * 127 * this still fits into 3
 #define KILN_COUNT static inline __attribute__((always_inline)) int64_t
 KILN_COUNT pieces_of(int64_t whole, int64_t piece) { return (whole + piece - 1) / piece; }
 KILN_COUNT at_most(int64_t value, int64_t limit) { return value < limit ? value : limit; }
-// How many groups of `size` (0: everything) a row has.
-KILN_COUNT groups_of(int64_t length, int64_t size) { return size ? pieces_of(length, size) : 1; }
+// How many groups of `size` (0: everything) a row has; one where it is empty, so that results are written nevertheless.
+KILN_COUNT groups_of(int64_t length, int64_t size) { return size && length ? pieces_of(length, size) : 1; }
 
 struct Quantised {
   int8_t* q;     // [rows, depth]

@@ -14,7 +14,7 @@ SMALLEST = np.float32(2.0**-100)
 def quantize_rows(x: NDArray[np.float32], group_size: int = 0) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """(q, scale) of float32 rows [..., k]: [..., k] and [..., groups]. Exact: kernels give the same bits."""
     size = group_size or x.shape[-1]
-    groups = -(-x.shape[-1] // size) if size else 1
+    groups = max(1, -(-x.shape[-1] // size)) if size else 1
     q, scale = np.zeros(x.shape, np.int8), np.zeros((*x.shape[:-1], groups), np.float32)
     for g in range(groups):
         part = x[..., g * size : (g + 1) * size]
