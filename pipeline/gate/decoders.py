@@ -14,6 +14,7 @@ from pipeline.gate.generation import (
     Written,
     WrittenRow,
     compare_written,
+    hazard_of_rows,
     jobs_from_data,
     scatter_of_rows,
     values_of_rows,
@@ -30,6 +31,8 @@ from plugins.errors import KilnError
 ROUNDED = "a KV cache rounded to BF16"
 REORDERED = "other sums: ONNX Runtime's rewrites off, steps half as long"
 CHUNKED = "other sums: steps half as long"
+_NOISE_TOKENS = 1024
+"""Of a text: what the noise floor's layers are measured on."""
 
 
 class DecoderMeasurer:
@@ -68,9 +71,7 @@ class DecoderMeasurer:
         assert self._graph.decoder is not None
         reordered = self._reordered(self._graph)
         if self._graph.decoder.kv.dtype != "float32":
-            strata = {found.name: found for found in reordered.strata}
-            return Noise(REORDERED, strata)
-        dimensions: tuple[Dimension, ...] = ("numeric", "distribution", "generation")
+            return Noise(REORDERED, {found.name: found for found in reordered.strata})
         with (
             with_rounded_cache(self._graph) as rounded,
             variant(
@@ -84,9 +85,16 @@ class DecoderMeasurer:
         ):
             assert isinstance(subject, DecoderSubject)
             graph = rounded if self._config.layers else None
-            found = self._measure(subject, graph, dimensions, _first_texts(self._data), ROUNDED)
+            strata = _first_texts(self._data)
+            layers, _ = self._layers(graph, strata, ROUNDED, _NOISE_TOKENS)
+            with self._progress.stage(f"score {ROUNDED}"):
+                found = [self._score(subject, stratum, layers.get(stratum.name, ())) for stratum in strata]
+            if self._jobs:
+                jobs = [replace(job, tokens=self._config.generation.greedy, long=False) for job in self._jobs]
+                rows = self._generate(subject, ROUNDED, jobs)
+                found = [_with_hazard(part, _of(part, rows)) for part in found]
         facts = {x.name: {f"{REORDERED}: {k}": v for k, v in x.values.items()} for x in reordered.strata}
-        return Noise(ROUNDED, {x.name: x for x in found.strata}, facts)
+        return Noise(ROUNDED, {x.name: x for x in found}, facts)
 
     def settings(self) -> dict[str, str]:
         generation = self._config.generation
@@ -113,15 +121,13 @@ class DecoderMeasurer:
             found = [self._score(subject, stratum, layers.get(stratum.name, ())) for stratum in strata]
         if "generation" not in dimensions or not self._jobs:
             return Measured(tuple(found), unmatched)
-        rows = self._generate(subject, name)
-        return Measured(
-            tuple(_with_rows(part, [r for r in rows if r.stratum == part.name]) for part in found), unmatched
-        )
+        rows = self._generate(subject, name, self._jobs)
+        return Measured(tuple(_with_rows(part, _of(part, rows), rows) for part in found), unmatched)
 
     def _layers(
-        self, graph: GraphFile | None, strata: Sequence[TextStratum], name: str
+        self, graph: GraphFile | None, strata: Sequence[TextStratum], name: str, tokens: int | None = None
     ) -> tuple[dict[str, tuple[LayerRow, ...]], tuple[str, ...]]:
-        """Rows by stratum, of its first text."""
+        """Rows by stratum, of the first `tokens` of its first text."""
         found: dict[str, tuple[LayerRow, ...]] = {}
         missing: tuple[str, ...] = ()
         if graph is None or self._graph is None:
@@ -129,7 +135,7 @@ class DecoderMeasurer:
         with self._progress.stage(f"layers of {name}"):
             for stratum in strata:
                 rows, matching = decoder_layers(
-                    self._graph, graph, stratum.texts[:1], self._config.layer_chunk, self._config.threads
+                    self._graph, graph, [stratum.texts[0][:tokens]], self._config.layer_chunk, self._config.threads
                 )
                 found[stratum.name], missing = tuple(rows), matching.missing
         return found, missing
@@ -146,7 +152,7 @@ class DecoderMeasurer:
             description=f"{len(stratum.texts)} texts of up to {stratum.longest} tokens, {stratum.tokens} in all",
             values=values,
             notes=notes,
-            scatter=figures.scatter,
+            events=figures.events,
             facts={
                 "perplexity, reference": figures.perplexity_reference,
                 "perplexity, candidate": figures.perplexity_candidate,
@@ -156,14 +162,14 @@ class DecoderMeasurer:
             layers=layers,
         )
 
-    def _generate(self, subject: DecoderSubject, name: str) -> list[WrittenRow]:
+    def _generate(self, subject: DecoderSubject, name: str, jobs: Sequence[Job]) -> list[WrittenRow]:
         chunk = self._config.chunk
         if self._written is None:
             with self._progress.stage("continuations, reference"):
                 self._written = write(self.reference, self.reference, self._jobs, chunk)
         with self._progress.stage(f"continuations, {name}"):
-            written = write(subject, self.reference, self._jobs, chunk)
-        return compare_written(self._jobs, self._written, written, self._config.generation)
+            written = write(subject, self.reference, jobs, chunk)
+        return compare_written(jobs, self._written, written, self._config.generation)
 
     def _reordered(self, graph: GraphFile) -> Measured:
         """A short look at what another order of sums does."""
@@ -185,7 +191,7 @@ class DecoderMeasurer:
     def _halved(self, subject: DecoderSubject, stratum: TextStratum) -> Found:
         chunk = self._config.chunk
         figures = score_texts(self.reference, subject, stratum.texts, chunk, max(1, chunk // 2))
-        return Found(stratum.name, "", figures.values, scatter=figures.scatter)
+        return Found(stratum.name, "", figures.values, events=figures.events)
 
 
 def _first_texts(data: DecoderData) -> tuple[TextStratum, ...]:
@@ -193,15 +199,22 @@ def _first_texts(data: DecoderData) -> tuple[TextStratum, ...]:
     return tuple(replace(stratum, texts=(max(stratum.texts, key=len),)) for stratum in data.strata)
 
 
-def _with_rows(found: Found, rows: Sequence[WrittenRow]) -> Found:
+def _of(found: Found, rows: Sequence[WrittenRow]) -> list[WrittenRow]:
+    return [row for row in rows if row.stratum == found.name]
+
+
+def _with_rows(found: Found, rows: Sequence[WrittenRow], everywhere: Sequence[WrittenRow]) -> Found:
     if not rows:
         return found
-    return replace(
-        found,
-        values={**found.values, **values_of_rows(rows)},
-        scatter={**found.scatter, **scatter_of_rows(rows)},
-        prompts=tuple(rows),
-    )
+    values = {**found.values, **values_of_rows(rows)}
+    return replace(found, values=values, scatter=scatter_of_rows(rows, everywhere), prompts=tuple(rows))
+
+
+def _with_hazard(found: Found, rows: Sequence[WrittenRow]) -> Found:
+    if not rows:
+        return found
+    events = {**found.events, "greedy_agreement": hazard_of_rows(rows)}
+    return replace(found, values={**found.values, **values_of_rows(rows)}, events=events)
 
 
 def _lengths(jobs: Sequence[Job]) -> str:

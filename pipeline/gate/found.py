@@ -14,13 +14,15 @@ from pipeline.gate.metrics import Bin
 
 @dataclass(frozen=True)
 class Found:
-    """One stratum. `values` by metric; `scatter` replaces some of them where limits are derived from this."""
+    """One stratum. `values` by metric; `events` replace some of them where limits are derived from this, `scatter` is
+    by how much chance alone changes others."""
 
     name: str
     description: str
     values: Mapping[str, float]
     notes: Mapping[str, str] = field(default_factory=dict)
     resolution: Mapping[str, float] = field(default_factory=dict)
+    events: Mapping[str, float] = field(default_factory=dict)
     scatter: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, float] = field(default_factory=dict)
     thousands: tuple[Bin, ...] = ()
@@ -31,7 +33,7 @@ class Found:
     @property
     def floor(self) -> dict[str, float]:
         """What limits follow from, if this was an accepted change."""
-        return {**self.values, **self.scatter}
+        return {**self.values, **self.events}
 
 
 @dataclass(frozen=True)

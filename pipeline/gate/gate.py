@@ -110,7 +110,7 @@ class _Gate:
         return Basis(
             schemes=self._config.schemes,
             is_decoder=isinstance(self._measurer, DecoderMeasurer),
-            floor={} if noise is None else noise.floor,
+            floor={**({} if noise is None else noise.floor), **found.scatter},
             floor_origin=self._noise.origin if self._noise else "",
             resolution=found.resolution,
             greedy_tokens=self._config.generation.greedy,

@@ -27,7 +27,7 @@ class GenerationConfig:
     """After every prompt, for agreement."""
     continuation: int = 2048
     """After the last `continued` prompts of each stratum, for repetition and drift; 0: none."""
-    continued: int = 2
+    continued: int = 3
     ngram: int = 4
     running: int = 16
     """Texts that are generated at the same time."""
@@ -152,17 +152,21 @@ def values_of_rows(rows: Sequence[WrittenRow]) -> dict[str, float]:
     return values
 
 
-def scatter_of_rows(rows: Sequence[WrittenRow]) -> dict[str, float]:
-    """What limits are derived from, of a change that everybody accepts.
-
-    For agreement the rate of differences a token, with one more than were seen; for repetition and drift the root
-    mean square of a prompt's difference.
-    """
+def hazard_of_rows(rows: Sequence[WrittenRow]) -> float:
+    """Differences a token, of a change that everybody accepts; one more than were seen, for it is never none."""
     differ = sum(row.agreement.first_divergence is not None for row in rows)
-    scatter = {"greedy_agreement": (differ + 1) / (sum(row.agreement.agreed for row in rows) + differ)}
-    if pairs := _pairs(rows):
-        scatter |= {name: math.sqrt(float(np.mean([(b - a) ** 2 for a, b in found]))) for name, found in pairs.items()}
-    return scatter
+    return (differ + 1) / (sum(row.agreement.agreed for row in rows) + differ)
+
+
+def scatter_of_rows(rows: Sequence[WrittenRow], everywhere: Sequence[WrittenRow]) -> dict[str, float]:
+    """How far repetition and drift of some prompts may be apart by chance: two texts that part at a near tie have
+    as little in common as two prompts. The standard error of a difference of means, from the reference's own texts
+    on all prompts; nothing for fewer than 3 of those."""
+    return {
+        name: math.sqrt(2.0 / len(found)) * float(np.std([a for a, _ in _pairs(everywhere)[name]], ddof=1))
+        for name, found in _pairs(rows).items()
+        if len(_pairs(everywhere)[name]) >= 3
+    }
 
 
 def _pairs(rows: Sequence[WrittenRow]) -> dict[str, list[tuple[float, float]]]:

@@ -192,7 +192,7 @@ def _conventional(metric: str, limits: GateLimits, basis: Basis, stratum: str) -
         return _tail(metric, base)
     if law == "kl":
         base = _base("kl_mean", limits, stratum) or Limit(
-            allowed_kl(limits, stratum, basis), "KL that the limit of perplexity stands for: ln(1 + limit)"
+            allowed_kl(limits, stratum, basis), f"{limits.margin:g} times ln(1 + limit of perplexity)"
         )
         return _tail(metric, base)
     if metric in ("embedding_cosine", "output_cosine") and not basis.is_decoder:
@@ -218,9 +218,10 @@ def _tail(metric: str, base: Limit) -> Limit:
 
 
 def allowed_kl(limits: GateLimits, stratum: str, basis: Basis) -> float:
-    """Nats a token. A model that fits the text about as the reference does loses its KL divergence in likelihood."""
+    """Nats a token: `margin` times the likelihood that may be lost. A model that knows the text's true distribution
+    loses exactly its KL divergence; one that does not loses less, so that KL shows what perplexity hides."""
     base = _base("perplexity", limits, stratum)
-    return math.log1p(PERPLEXITY[basis.scheme] if base is None else base.value)
+    return limits.margin * math.log1p(PERPLEXITY[basis.scheme] if base is None else base.value)
 
 
 def _allowed_noise(limits: GateLimits, stratum: str, basis: Basis) -> float:
@@ -246,12 +247,13 @@ def _from_floor(metric: str, stratum: str, limits: GateLimits, basis: Basis) -> 
     floor, times = basis.floor.get(metric), power(limits, stratum, basis)
     if law == "spread":
         if floor is None or margin * floor <= _SPREAD:
-            return Limit(_SPREAD, "convention; the noise floor has less" if floor is not None else "convention")
-        return Limit(margin * floor, f"{margin:g} times what one prompt scatters by under {basis.floor_origin}")
+            return Limit(_SPREAD, "convention; prompts scatter less" if floor is not None else "convention")
+        return Limit(margin * floor, f"{margin:g} times what the reference's own prompts scatter by: {floor:.3g}")
     if floor is None or not math.isfinite(floor) or times is None:
         return _swapped(metric, basis)
     amplitude = math.sqrt(times)
-    origin = f"{basis.floor_origin} has {floor:.4g}; at {times:.3g} times its power, margin {margin:g}"
+    told = f"1 - {1.0 - floor:.3g}" if law in ("cosine", "share") else f"{floor:.4g}"
+    origin = f"{basis.floor_origin} has {told}; at {times:.3g} times its power, margin {margin:g}"
     match law:
         case "power":
             return Limit(floor * times * margin, origin)

@@ -25,7 +25,7 @@ class TextFigures:
     """Metrics by name of `pipeline.gate.limits.METRICS`, perplexities, and figures along the positions."""
 
     values: Mapping[str, float]
-    scatter: Mapping[str, float]
+    events: Mapping[str, float]
     """First choices that agree, with one less than do: what limits may be derived from, for it is never all of them."""
     perplexity_reference: float
     perplexity_candidate: float

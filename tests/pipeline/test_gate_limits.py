@@ -46,7 +46,7 @@ def value(metric: str, limits: GateLimits, found: Basis, stratum: str = "long") 
 def test_the_coarsest_scheme_decides_perplexity_and_kl() -> None:
     plain = GateLimits()
     assert value("perplexity", plain, basis("w8a16", "w8a8-dynamic")) == PERPLEXITY["w8a8-dynamic"] == 0.02
-    assert value("kl_mean", plain, basis("w8a16")) == pytest.approx(math.log(1.005))
+    assert value("kl_mean", plain, basis("w8a16")) == pytest.approx(2 * math.log(1.005))
     assert value("perplexity_worst", plain, basis("w8a8")) == pytest.approx(0.06)
     with pytest.raises(KilnError, match="no limits for the scheme 'w2a2'"):
         basis("w2a2")
@@ -54,7 +54,7 @@ def test_the_coarsest_scheme_decides_perplexity_and_kl() -> None:
 
 def test_the_floor_is_scaled_by_the_power_that_the_convention_allows() -> None:
     found = basis("w8a8-dynamic", **FLOOR)
-    times = math.log(1.02) / 1e-4
+    times = 1.5 * math.log(1.02) / 1e-4
     limits = GateLimits(margin=1.5)
     assert value("kl_p99", limits, found) == pytest.approx(1e-3 * times * 1.5)
     assert value("output_max_error", limits, found) == pytest.approx(0.1 * math.sqrt(times) * 1.5)
@@ -65,7 +65,8 @@ def test_the_floor_is_scaled_by_the_power_that_the_convention_allows() -> None:
     assert value("repetition", limits, found) == pytest.approx(0.3)
     origin = limit_of("kl_p99", "long", limits, found).origin
     assert "rounding has 0.001" in origin
-    assert "198 times" in origin
+    assert "at 297 times its power, margin 1.5" in origin
+    assert "rounding has 1 - 0.005" in limit_of("top1_agreement", "long", limits, found).origin
 
 
 def test_without_a_floor_nothing_is_made_up() -> None:
@@ -83,7 +84,7 @@ def test_a_file_comes_before_all_others_and_one_stratum_before_all_strata(tmp_pa
     assert value("perplexity", limits, found, "long") == 0.25
     assert value("kl_p99", limits, found) == 9
     assert value("perplexity_worst", limits, found) == 0.5
-    assert value("kl_mean", limits, found) == pytest.approx(math.log(1.25))
+    assert value("kl_mean", limits, found) == pytest.approx(3 * math.log(1.25))
     assert limit_of("perplexity", "long", limits, found).origin == "limits.toml, [strata.long]"
     with pytest.raises(KilnError, match="limits for the stratum 'long'; the data has short"):
         limits.require_strata(["short"])
