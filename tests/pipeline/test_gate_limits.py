@@ -61,7 +61,7 @@ def test_the_floor_is_scaled_by_the_power_that_the_convention_allows() -> None:
     assert value("output_snr_db", limits, found) == pytest.approx(60 - 10 * math.log10(times) - 20 * math.log10(1.5))
     assert value("top1_agreement", limits, found) == pytest.approx(1 - 0.005 * math.sqrt(times) * 1.5)
     assert value("output_cosine", limits, found) == pytest.approx(1 - 1e-6 * times * 1.5)
-    assert 0.5 < value("greedy_agreement", limits, found) < 0.9
+    assert 0.3 < value("greedy_agreement", limits, found) < 0.9
     assert value("repetition", limits, found) == pytest.approx(0.3)
     origin = limit_of("kl_p99", "long", limits, found).origin
     assert "rounding has 0.001" in origin
