@@ -22,7 +22,7 @@ Direction = Literal["at most", "at least"]
 class Side:
     """One of the two that were compared; `versions` are those of the libraries that ran it.
 
-    `precision` of the weights and `cache` of the KV cache are fp32, fp16 or bf16; `cache` is None where the model
+    `precision` of the weights and `cache` of the KV cache are fp32, fp16, bf16 or int8; `cache` is None where the model
     has none of its own choosing.
     """
 

@@ -50,6 +50,7 @@ _PLAIN = {
     "fp32": ((1e-4, 1e-3), "default for fp32 against fp32: same arithmetic, sums taken in another order"),
     "fp16": ((1e-2, 1e-2), "default where weights or cache are fp16: 10 bits of mantissa, a convention"),
     "bf16": ((5e-2, 5e-2), "default where weights or cache are bf16: 7 bits of mantissa, a convention"),
+    "int8": ((1e-1, 1e-1), "default where weights or cache are int8, a convention; `build-engine --quant` has a gate"),
 }
 """Precision to ((atol, rtol), origin)."""
 
@@ -60,12 +61,16 @@ _DECODER = {
     ),
     "fp16": ((0.25, 0.02, 1e-3, 0.99, 5e-3, 0.5), "default where weights or cache are fp16: a convention"),
     "bf16": ((1.0, 0.1, 1e-2, 0.97, 1e-2, 0.25), "default where weights or cache are bf16: a convention"),
+    "int8": (
+        (4.0, 0.4, 2e-2, 0.9, 2e-2, 0.1),
+        "default where weights or cache are int8, a convention; `build-engine --quant` has a gate",
+    ),
 }
 """Precision to ((atol, logit_mean, kl, top1, perplexity, greedy), origin)."""
 
-_ORDER = ("bf16", "fp16", "fp32")
+_ORDER = ("int8", "bf16", "fp16", "fp32")
 """Precisions from the coarsest to the finest."""
-PRECISION_OF_DTYPE = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+PRECISION_OF_DTYPE = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "int8"}
 
 
 def tolerances_from_precisions(
