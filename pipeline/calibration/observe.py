@@ -18,6 +18,7 @@ from pipeline.calibration.subject import CalibrationModel
 from pipeline.limits import peak_memory, reset_peak_memory
 from pipeline.progress import Progress
 from plugins.errors import KilnError
+from plugins.paged_attention.schema import cache_names, cache_output_names
 
 _SHORTEST_CHUNK = 128
 
@@ -29,7 +30,7 @@ class ObserveConfig:
     outputs: bool = False
     """Observe what leaves layers, besides what enters them."""
     everything: bool = False
-    """Observe every float tensor of the main graph."""
+    """Observe every float tensor of the main graph but caches, whose memory nobody has written to begin with."""
     means: bool = False
     """Sum magnitudes by channel, for AWQ."""
     per_channel: bool = False
@@ -122,7 +123,8 @@ def observables_of(model: CalibrationModel, config: ObserveConfig = ObserveConfi
         for name in (layer.activation, *((layer.output,) if config.outputs else ())):
             found.setdefault(name, []).append(layer)
     made = [*graph.inputs, *(tensor for node in graph.nodes for tensor in node.outputs if not tensor.is_empty())]
-    order = [tensor.name for tensor in made if tensor.name in found or (config.everything and _is_float(tensor.dtype))]
+    chosen = {tensor.name for tensor in made if config.everything and _is_float(tensor.dtype)} - _caches(model)
+    order = [tensor.name for tensor in made if tensor.name in found or tensor.name in chosen]
     return [
         Observable(
             name,
@@ -131,6 +133,11 @@ def observables_of(model: CalibrationModel, config: ObserveConfig = ObserveConfi
         )
         for name in order
     ]
+
+
+def _caches(model: CalibrationModel) -> set[str]:
+    layers = range(len(model.decoder.kv.layers)) if model.decoder else ()
+    return {name for layer in layers for name in (*cache_names(layer), *cache_output_names(layer))}
 
 
 def _is_float(dtype: object) -> bool:

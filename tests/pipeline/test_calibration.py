@@ -185,6 +185,7 @@ def test_outputs_and_everything(decoder, data, silent):
     assert "shrunk" not in outputs
     everything = observe(decoder, data, replace(ONE, everything=True), silent)
     assert {"shrunk", "factor", "residual"} <= set(everything.tensors)
+    assert not [name for name in everything.tensors if "cache" in name]
     assert everything.tensors["factor"].histogram.high[0] == pytest.approx(
         1 + 15 * (200 - 1 - 32) / (CONTEXT - 1 - 32), rel=1e-5
     )
@@ -236,6 +237,23 @@ def test_half_precision_and_unused_inputs(tmp_path, silent):
     found = observe(model, data, ONE, silent)
     assert found.tensors["h"].histogram.low[0] == -2
     assert found.tensors["h"].magnitudes.tolist() == [1, 2, 3, 0.5]
+
+
+def test_a_dimension_that_changes_has_no_channels(tmp_path, silent):
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+    net (float[seq, 4] x) => (float[2, seq] y)
+    { [product] p = MatMul (x, w)
+      y = Transpose <perm = [1, 0]> (p) }"""
+    proto = parser.parse_model(text)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((4, 2), np.float32), "w"))
+    onnx.save(proto, tmp_path / "net.onnx")
+    model = CalibrationModel(onnx_model_from_path(tmp_path / "net.onnx"))
+    pool = [Sample(f"{n} rows", 1, lambda n=n: {"x": np.full((n, 4), n, np.float32)}) for n in (2, 3)]
+    found = observe(model, drawn_set("rows", pool, UNSIZED, ALL_OF_IT), replace(ONE, everything=True), silent)
+    assert found.tensors["p"].magnitudes.tolist() == [12, 12]
+    assert found.tensors["y"].magnitudes.size == 0
+    assert found.tensors["y"].histogram.high[0] == 12
+    assert table_from_observed(found, RangeConfig()).of("y").channel_magnitudes == ()
 
 
 def test_a_model_without_layers(tmp_path, silent):

@@ -104,6 +104,7 @@ def test_errors_and_clipping_equal_those_of_the_values(symmetric, share):
     assert signal(found)[0] == pytest.approx(float((values.astype(np.float64) ** 2).sum()), rel=1e-3)
     outside = int(((values < low) | (values > high)).sum())
     assert clipped(found, low, high)[0] == pytest.approx(outside, abs=2, rel=1e-3)
+    assert clipped(found, np.array([values.min()]), np.array([values.max()]))[0] == 0
     power = float((values.astype(np.float64) ** 2).sum())
     assert sqnr(found, grid)[0] == pytest.approx(10 * np.log10(power / exact), abs=0.05)
 
@@ -170,7 +171,10 @@ def test_entropy_clips_tails_and_keeps_what_is_even():
     uniform = generator.uniform(-1, 1, 200_000).astype(np.float32)
     _, high = ranges_of(histogram_of(uniform), RangeConfig("entropy"))
     assert high[0] > 0.95
-    positive = np.maximum(normal, 0)  # zeros by the thousand do not draw the end to zero
+    sparse = np.append(np.abs(generator.normal(size=4000)), np.zeros(200_000)).astype(np.float32)
+    for symmetric in (True, False):  # zeros by the thousand do not draw the end to zero
+        assert ranges_of(histogram_of(sparse), RangeConfig("entropy", symmetric))[1][0] > 2
+    positive = np.maximum(normal, 0)
     low, high = ranges_of(histogram_of(positive), RangeConfig("entropy", symmetric=False))
     assert low[0] == 0
     assert 3 < high[0] < 6
