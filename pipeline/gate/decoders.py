@@ -93,8 +93,7 @@ class DecoderMeasurer:
                 jobs = [replace(job, tokens=self._config.generation.greedy, long=False) for job in self._jobs]
                 rows = self._generate(subject, ROUNDED, jobs)
                 found = [_with_hazard(part, _of(part, rows)) for part in found]
-        facts = {x.name: {f"{REORDERED}: {k}": v for k, v in x.values.items()} for x in reordered.strata}
-        return Noise(ROUNDED, {x.name: x for x in found}, facts)
+        return Noise(ROUNDED, {x.name: x for x in found}, {x.name: x.values for x in reordered.strata})
 
     def settings(self) -> dict[str, str]:
         generation = self._config.generation

@@ -46,7 +46,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Noise:
-    """The accepted change: what it is, and what it does. `reordered` are facts by stratum for people to compare."""
+    """The accepted change: what it is, and what it does. `reordered` are the same metrics for other sums alone."""
 
     origin: str
     strata: Mapping[str, Found]

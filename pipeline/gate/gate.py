@@ -122,8 +122,9 @@ class _Gate:
         return StratumReport(
             name=found.name,
             description=found.description,
-            facts={**found.facts, **reordered},
+            facts=found.facts,
             noise={} if noise is None else noise.values,
+            reordered=reordered,
             thousands=found.thousands,
             curve=found.curve,
             layers=found.layers,

@@ -38,6 +38,16 @@ class GenerationConfig:
                 raise KilnError(f"{name} is {getattr(self, name)}; expected at least {least}")
 
 
+def generation_within(max_context: int) -> GenerationConfig:
+    """The usual lengths, or shorter ones where a context holds little more than them."""
+    usual = GenerationConfig()
+    return replace(
+        usual,
+        greedy=min(usual.greedy, max(1, max_context // 8)),
+        continuation=min(usual.continuation, max_context // 4),
+    )
+
+
 @dataclass(frozen=True)
 class Job:
     """One prompt and how much is generated after it."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.compare.report import number
 from pipeline.drawing import INK, SIDE_A, SIDE_B, Plot, drawn
-from pipeline.gate.report import GateReport, StratumReport, advice_in_words
+from pipeline.gate.report import GateReport, StratumReport, advice_in_words, reordered_in_words
 from pipeline.page import html_from_template, write_page
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def html_from_report(report: GateReport) -> str:
     return html_from_template(
         "pipeline.gate",
         "data/gate.html.jinja",
-        {"number": number},
+        {"number": number, "reordered": reordered_in_words},
         report=report,
         sides=(("A", "reference", report.reference), ("B", "candidate", report.candidate)),
         noise={(stratum.name, name): value for stratum in report.strata for name, value in stratum.noise.items()},

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,7 +11,7 @@ from rich.text import Text
 from pipeline.compare.report import Check, Side, finite, number
 from pipeline.gate.generation import WrittenRow
 from pipeline.gate.layers import LayerRow
-from pipeline.gate.limits import Dimension
+from pipeline.gate.limits import METRICS, Dimension
 from pipeline.gate.metrics import Bin
 from plugins.errors import KilnError
 
@@ -35,12 +35,14 @@ class GateCheck:
 
 @dataclass(frozen=True)
 class StratumReport:
-    """What was measured on one length class; `noise` are the accepted change's values of the same metrics."""
+    """What was measured on one length class; `noise` are the accepted change's values of the same metrics, `reordered`
+    what other sums alone do: ONNX Runtime's rewrites off, other steps."""
 
     name: str
     description: str
     facts: Mapping[str, float]
     noise: Mapping[str, float]
+    reordered: Mapping[str, float] = field(default_factory=dict)
     thousands: tuple[Bin, ...] = ()
     curve: tuple[Bin, ...] = ()
     layers: tuple[LayerRow, ...] = ()
@@ -131,12 +133,19 @@ def advice_in_words(advice: KeepAdvice | None) -> str:
     return f"The layers that add most noise, not tried: {options}"
 
 
+def reordered_in_words(stratum: StratumReport) -> str:
+    """What other sums do to the reference, by metric."""
+    return "; ".join(f"{METRICS[name].title} {number(value)}" for name, value in stratum.reordered.items())
+
+
 def tables_from_report(report: GateReport) -> RenderableType:
     """The report as the terminal shows it."""
     parts: list[RenderableType] = [_check_table(report)]
     for stratum in report.strata:
         if len(stratum.thousands) > 1:
             parts.append(_position_table(stratum))
+        if stratum.reordered:
+            parts.append(Text(f"Other sums alone, stratum '{stratum.name}': {reordered_in_words(stratum)}", "dim"))
     if layers := [(stratum.name, row) for stratum in report.strata for row in stratum.layers]:
         parts.append(_layer_table(layers))
     if any(stratum.prompts for stratum in report.strata):

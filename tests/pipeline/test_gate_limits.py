@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.gate.generation import GenerationConfig, generation_within
 from pipeline.gate.keep import advise, rank_layers
 from pipeline.gate.layers import LayerRow
 from pipeline.gate.limits import METRICS, PERPLEXITY, Basis, GateLimits, limit_of, limits_from_toml
@@ -213,3 +214,10 @@ def test_without_a_way_to_rebuild_the_worst_are_named() -> None:
     advice = advise(("a", "b", "c", "d", "e", "f"), None, 8)
     assert advice.keep == ("a", "b", "c", "d", "e")
     assert not advice.verified
+
+
+def test_the_usual_lengths_shrink_with_the_context() -> None:
+    assert generation_within(8192) == GenerationConfig()
+    assert (generation_within(256).greedy, generation_within(256).continuation) == (32, 64)
+    with pytest.raises(KilnError, match="ngram is 0; expected at least 1"):
+        GenerationConfig(ngram=0)
