@@ -3,6 +3,7 @@
 Knows nothing of where lengths come from.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -38,7 +39,7 @@ class Strata:
         if len(self.names) != len(self.bounds) or len(set(self.names)) != len(self.names):
             raise KilnError(f"strata are {self.names} up to {self.bounds}; expected a name of its own for each bound")
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Stratum]:
         starts = (1, *(bound + 1 for bound in self.bounds))
         return iter(Stratum(*item) for item in zip(self.names, starts, self.bounds, strict=False))
 
