@@ -1,6 +1,7 @@
 """Measures the CPU attention kernel against what the machine can do, in one run: a table, then one JSON line.
 
-Decode is compared with read bandwidth, prefill with onnxruntime's own FP32 matrix product and with the FP32 peak.
+Decode is compared with read bandwidth, prefill with onnxruntime's own FP32 matrix product and with the peak of what it
+multiplies: FP32, or bfloat16, which is twice that where the machine has AVX512-BF16.
 Kernel and yardstick alternate, so that a busy machine slows both. Rates are the best of all rounds; a share is best
 over best, and in brackets the median of the shares within one round.
 
@@ -27,16 +28,19 @@ from onnx import TensorProto, helper, numpy_helper
 from plugins.build import cpu_library
 from plugins.measure import fp32_peak, read_bandwidth, usable_cpus
 from plugins.paged_attention import schema
+from plugins.paged_attention.schema import KvLayer, KvSpec
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 9, 3, 64, 16  # SmolLM2-135M
-ISAS = {"auto": 0, "plain": 1, "avx2": 2, "avx512": 3}
+ISAS = {"auto": 0, "plain": 1, "avx2": 2, "avx512": 3, "avx512bf16": 5}
 DTYPES = {
     "float32": (np.dtype(np.float32), TensorProto.FLOAT),
     "float16": (np.dtype(np.float16), TensorProto.FLOAT16),
     "bfloat16": (np.dtype(ml_dtypes.bfloat16), TensorProto.BFLOAT16),
+    "int8": (np.dtype(np.int8), TensorProto.INT8),
     "int32": (np.dtype(np.int32), TensorProto.INT32),
 }
 BANDWIDTH, PEAK, PRODUCT = "read bandwidth", "FP32 peak", "best product"
+PEAKS = {"float32": PEAK, "bfloat16": "bfloat16 peak"}
 PRODUCTS = ((2048, 2048, 2048), (512, 576, 1536), (512, 1536, 576))
 
 
@@ -47,12 +51,13 @@ class Workload:
     past: int
     sequences: int
     dtype: str
+    compute: str = "float32"
 
     @property
     def cache_bytes(self) -> int:
-        """Cache bytes that one call must read at least once."""
-        width = 2 * KV_HEADS * HEAD_DIM * DTYPES[self.dtype][0].itemsize
-        return self.sequences * (self.past + self.new) * width
+        """Cache bytes, scales included, that one call must read at least once."""
+        kv = KvSpec((KvLayer(KV_HEADS, HEAD_DIM),), BLOCK, self.dtype)  # type: ignore[arg-type]
+        return self.sequences * (self.past + self.new) * kv.bytes_per_token
 
     @property
     def causal_ops(self) -> int:
@@ -62,14 +67,24 @@ class Workload:
 
 
 DECODE = [
-    *(Workload(f"decode 16 x 4096 {dtype}", 1, 4095, 16, dtype) for dtype in ("float32", "float16", "bfloat16")),
-    Workload("decode 1 x 4096 float32", 1, 4095, 1, "float32"),
-    Workload("decode 1 x 4096 bfloat16", 1, 4095, 1, "bfloat16"),
+    *(
+        Workload(f"decode 16 x 4096 {dtype}", 1, 4095, 16, dtype)
+        for dtype in ("float32", "float16", "bfloat16", "int8")
+    ),
+    *(Workload(f"decode 1 x 4096 {dtype}", 1, 4095, 1, dtype) for dtype in ("float32", "bfloat16", "int8")),
 ]
 PREFILL = [
-    Workload("prefill 512 float32", 512, 0, 1, "float32"),
-    Workload("prefill 2048 float32", 2048, 0, 1, "float32"),
-    Workload("prefill 2048 bfloat16", 2048, 0, 1, "bfloat16"),
+    *(
+        Workload(f"prefill {tokens} {cache}, {compute}", tokens, 0, 1, cache, compute)
+        for tokens, cache in (
+            (512, "float32"),
+            (2048, "float32"),
+            (8000, "float32"),
+            (2048, "bfloat16"),
+            (2048, "int8"),
+        )
+        for compute in schema.COMPUTE_DTYPES
+    ),
     Workload("chunk 256 after 1792", 256, 1792, 1, "float32"),
 ]
 
@@ -83,23 +98,33 @@ def attention_call(work: Workload, threads: int) -> Callable[[], None]:
     table = rng.permutation(width * work.sequences).reshape(work.sequences, width).astype(np.int32)
     positions = np.arange(work.past, context)
     shape = (table.size, BLOCK, KV_HEADS, HEAD_DIM)
+    spread = np.float32(30 if work.dtype == "int8" else 1)
     arrays = {
         "query": rng.standard_normal((tokens, HEADS * HEAD_DIM), np.float32),
         "key": rng.standard_normal((tokens, KV_HEADS * HEAD_DIM), np.float32),
         "value": rng.standard_normal((tokens, KV_HEADS * HEAD_DIM), np.float32),
-        "key_cache": rng.standard_normal(shape, np.float32).astype(cache_dtype),
-        "value_cache": rng.standard_normal(shape, np.float32).astype(cache_dtype),
+        "key_cache": (rng.standard_normal(shape, np.float32) * spread).astype(cache_dtype),
+        "value_cache": (rng.standard_normal(shape, np.float32) * spread).astype(cache_dtype),
         "cumulative_sequence_length": np.arange(0, tokens + 1, work.new, dtype=np.int32),
         "past_seqlens": np.full(work.sequences, work.past, np.int32),
         "block_table": table,
         "slot_mapping": (table[:, positions // BLOCK] * BLOCK + positions % BLOCK).astype(np.int32).ravel(),
     }
     arrays["output"] = np.empty_like(arrays["query"])
-    names = [spec.name if spec.name in arrays else "" for spec in schema.INPUTS]
     outputs = {"output": "output", "key_cache_out": "key_cache", "value_cache_out": "value_cache"}
+    if work.dtype == "int8":
+        arrays |= {name: np.full(shape[:3], 0.01, np.float32) for name in ("k_scale", "v_scale")}
+        outputs |= {"k_scale_out": "k_scale", "v_scale_out": "v_scale"}
+    names = [spec.name if spec.name in arrays else "" for spec in schema.INPUTS]
     types = {name: DTYPES[str(array.dtype)][1] for name, array in arrays.items()}
     node = helper.make_node(
-        schema.OP_TYPE, names, list(outputs), domain=schema.DOMAIN, num_heads=HEADS, kv_num_heads=KV_HEADS
+        schema.OP_TYPE,
+        names,
+        list(outputs),
+        domain=schema.DOMAIN,
+        num_heads=HEADS,
+        kv_num_heads=KV_HEADS,
+        compute_dtype=schema.COMPUTE_DTYPES.index(work.compute),
     )
     graph = helper.make_graph(
         [node],
@@ -176,6 +201,7 @@ def measure(isas: list[str], threads: int, rounds: int) -> list[dict[str, float]
             BANDWIDTH: read_bandwidth(threads=threads, repetitions=8),
             PEAK: fp32_peak(threads, 0.2),
         }
+        rates[PEAKS["bfloat16"]] = 2 * rates[PEAK]
         for shape, call in products.items():
             rates["matmul " + "x".join(map(str, shape))] = float(2 * np.prod(shape, dtype=float)) / best_seconds(call)
         rates[PRODUCT] = max(rate for name, rate in rates.items() if name.startswith("matmul"))
@@ -200,17 +226,17 @@ def report(rounds: list[dict[str, float]], isas: list[str], threads: int) -> Non
     print(f"{threads} threads; {HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM}, blocks of {BLOCK}, shuffled")
     print(f"{BANDWIDTH} {best[BANDWIDTH] / 1e9:.1f} GB/s; {PEAK} {best[PEAK] / 1e9:.0f} Gop/s")
     print("; ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in best.items() if name.startswith("matmul")))
-    print(f"{'workload':<28}{'set':<8}{'rate':>14}  {'of bandwidth':>14}{'of product':>14}{'of peak':>14}")
+    print(f"{'workload':<34}{'set':<8}{'rate':>14}  {'of bandwidth':>14}{'of product':>14}{'of peak':>14}")
     for isa in isas:
         for work in (*DECODE, *PREFILL):
             name = f"{work.name} {isa}"
             if name not in best:
                 continue
             if work in DECODE:
-                print(f"{work.name:<28}{isa:<8}{best[name] / 1e9:>9.1f} GB/s  {share(name, BANDWIDTH):>14}")
+                print(f"{work.name:<34}{isa:<8}{best[name] / 1e9:>9.1f} GB/s  {share(name, BANDWIDTH):>14}")
             else:
-                shares = f"{share(name, PRODUCT):>14}{share(name, PEAK):>14}"
-                print(f"{work.name:<28}{isa:<8}{best[name] / 1e9:>8.1f} Gop/s  {'':>14}{shares}")
+                shares = f"{share(name, PRODUCT):>14}{share(name, PEAKS[work.compute]):>14}"
+                print(f"{work.name:<34}{isa:<8}{best[name] / 1e9:>8.1f} Gop/s  {'':>14}{shares}")
     print(json.dumps({"threads": threads, **{name: round(rate / 1e9, 2) for name, rate in best.items()}}))
 
 

@@ -12,9 +12,11 @@
 
 namespace kiln {
 
-enum class CacheType { kFloat32, kFloat16, kBfloat16 };
+enum class CacheType { kFloat32, kFloat16, kBfloat16, kInt8 };
 
-inline size_t cache_itemsize(CacheType type) { return type == CacheType::kFloat32 ? 4 : 2; }
+inline size_t cache_itemsize(CacheType type) {
+  return type == CacheType::kFloat32 ? 4 : type == CacheType::kInt8 ? 1 : 2;
+}
 
 // One call. Caches are [blocks, block_size, kv_heads, head_dim]; they are read and written.
 struct PagedAttention {
@@ -24,6 +26,8 @@ struct PagedAttention {
   float* output;       // [tokens, heads * head_dim]
   void* key_cache;
   void* value_cache;
+  float* key_scale;    // [blocks, block_size, kv_heads] of INT8 keys, read and written; else null
+  float* value_scale;  // likewise
   CacheType key_type;
   CacheType value_type;
   const int32_t* cumulative;   // [seqs + 1]

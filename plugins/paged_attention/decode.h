@@ -5,6 +5,8 @@
 // Query rows are ordered [kv head][token][head within the group]; rows of one KV head share every key and value load.
 //
 // A row reads only values that it may attend to: whatever stands in other slots, NaN included, cannot leak.
+//
+// Of INT8 caches the integers are multiplied; a key's scale then goes into its score, a value's into its weight.
 #pragma once
 
 #include "rows.h"
@@ -42,7 +44,7 @@ KILN_INLINE void score_rows(const K* const* keys, const K* const* next, int64_t 
     };
     int64_t d = 0;
     for (; d + kWidth <= dim; d += kWidth) {
-      if (kAhead) {
+      if (kAhead && (sizeof(K) > 1 || d % 64 == 0)) {  // one vector of bytes is a fraction of a line
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) prefetch(next[4 * quad + i] + offset + d);
       }
@@ -72,7 +74,8 @@ KILN_INLINE void add_values_at(const V* const* values, const V* const* next, int
     const V* value = values[i] + offset;
     if (kAhead) {
 #pragma GCC unroll 4
-      for (int c = 0; c < kVecs; c++) prefetch(next[i] + offset + c * kWidth);
+      for (int c = 0; c < kVecs; c += kWidth * sizeof(V) <= 64 / kVecs ? kVecs : 1)
+        prefetch(next[i] + offset + c * kWidth);
     }
     Vec v[kVecs];
 #pragma GCC unroll 4
@@ -222,11 +225,30 @@ static size_t decode_scratch(const PagedAttention& call, int64_t max_count) {
   return total;
 }
 
-// One step: positions [first, first + valid) of the sequence, valid <= kStep.
+// Rows of one step's positions, all KV heads each; scales only where the type has them.
+template <typename K, typename V>
+struct StepRows {
+  const K* keys[kStep];
+  const V* values[kStep];
+  const float* key_scales[Scaled<K>::value ? kStep : 1];
+  const float* value_scales[Scaled<V>::value ? kStep : 1];
+};
+
+// scores[rows, kStep] *= the scales of one KV head.
+KILN_INLINE void scale_columns(const float* const* scales, int64_t head, int64_t rows, float* scores) {
+  float column[kStep];
+  for (int i = 0; i < kStep; i++) column[i] = scales[i][head];
+  for (int64_t r = 0; r < rows; r++)
+    for (int i = 0; i < kStep; i += kWidth)
+      store(scores + r * kStep + i, load(scores + r * kStep + i) * load(column + i));
+}
+
+// One step: positions [first, first + valid) of the sequence, valid <= kStep. `next` is null at the end.
 template <typename K, typename V>
 static void decode_step(const PagedAttention& call, const Task& task, const DecodeState& state, int64_t first,
-                        int64_t valid, const K* const* keys, const V* const* values, const K* const* next_keys,
-                        const V* const* next_values) {
+                        int64_t valid, const StepRows<K, V>& here, const StepRows<K, V>* next) {
+  const K* const* const next_keys = next ? next->keys : nullptr;
+  const V* const* const next_values = next ? next->values : nullptr;
   const int64_t group = call.heads / call.kv_heads, dim = call.head_dim, padded = padded_dim(call);
   const int64_t rows = group * task.count;
   const int64_t past = call.past[task.seq];
@@ -239,7 +261,8 @@ static void decode_step(const PagedAttention& call, const Task& task, const Deco
     const int64_t offset = head * dim, row = head * rows;
     float* scores = state.scores + row * kStep;
     float* acc = state.acc + row * padded;
-    score_any(static_cast<int>(rows), keys, next_keys, offset, state.q + row * padded, dim, padded, scores);
+    score_any(static_cast<int>(rows), here.keys, next_keys, offset, state.q + row * padded, dim, padded, scores);
+    if constexpr (Scaled<K>::value) scale_columns(here.key_scales, head, rows, scores);
     for (int64_t r = 0; r < rows; r++) {
       if (call.softcap > 0)
         for (int i = 0; i < kStep; i += kWidth)
@@ -252,18 +275,32 @@ static void decode_step(const PagedAttention& call, const Task& task, const Deco
       }
       weigh_row(scores + r * kStep, state.maximum + row + r, state.sum + (row + r) * kAlign, acc + r * padded, padded);
     }
+    if constexpr (Scaled<V>::value) scale_columns(here.value_scales, head, rows, scores);
     if (whole) {
-      add_any(static_cast<int>(rows), values, next_values, offset, 0, kStep, scores, acc, dim, padded);
+      add_any(static_cast<int>(rows), here.values, next_values, offset, 0, kStep, scores, acc, dim, padded);
       continue;
     }
     for (int64_t t = 0; t < task.count; t++) {
       const Range range = visible(call, past + task.token + t);
       const int64_t begin = at_least(range.begin - first, 0), end = at_most(range.end - first, valid);
       if (begin < end)
-        add_any(static_cast<int>(group), values, static_cast<const V* const*>(nullptr), offset, static_cast<int>(begin),
+        add_any(static_cast<int>(group), here.values, static_cast<const V* const*>(nullptr), offset, static_cast<int>(begin),
                 static_cast<int>(end), scores + t * group * kStep, acc + t * group * padded, dim, padded);
     }
   }
+}
+
+// Rows beyond the span repeat its last one: their scores are masked.
+template <typename T>
+KILN_INLINE void repeat_last(const T** rows, int64_t valid) {
+  for (int64_t i = valid; i < kStep; i++) rows[i] = rows[valid - 1];
+}
+
+KILN_INLINE void find_scales(const PagedAttention& call, int64_t seq, const float* scales, int64_t first,
+                             int64_t valid, const float** rows) {
+  find_rows(call, seq, scales, call.kv_heads, first, valid, rows);
+  repeat_last(rows, valid);
+  for (int i = 0; i < kStep; i++) prefetch(rows[i]);
 }
 
 template <typename K, typename V>
@@ -272,27 +309,24 @@ static void decode_typed(const PagedAttention& call, const Task& task, float* sc
   const int64_t rows = call.heads * task.count;
   size_t unused;
   const DecodeState state = decode_parts(call, task.count, scratch, &unused);
-  const K* key_rows[2][kStep];
-  const V* value_rows[2][kStep];
-  auto find = [&](int side, int64_t first) {
+  const int64_t row_size = call.kv_heads * dim;
+  StepRows<K, V> sides[2];
+  auto find = [&](StepRows<K, V>& side, int64_t first) {
     const int64_t valid = at_most(kStep, task.end - first);
-    find_rows(call, task.seq, static_cast<const K*>(call.key_cache), first, valid, key_rows[side]);
-    find_rows(call, task.seq, static_cast<const V*>(call.value_cache), first, valid, value_rows[side]);
-    // Rows beyond the span repeat the last one: their scores are masked.
-    for (int64_t i = valid; i < kStep; i++) {
-      key_rows[side][i] = key_rows[side][valid - 1];
-      value_rows[side][i] = value_rows[side][valid - 1];
-    }
+    find_rows(call, task.seq, static_cast<const K*>(call.key_cache), row_size, first, valid, side.keys);
+    find_rows(call, task.seq, static_cast<const V*>(call.value_cache), row_size, first, valid, side.values);
+    repeat_last(side.keys, valid);
+    repeat_last(side.values, valid);
+    if constexpr (Scaled<K>::value) find_scales(call, task.seq, call.key_scale, first, valid, side.key_scales);
+    if constexpr (Scaled<V>::value) find_scales(call, task.seq, call.value_scale, first, valid, side.value_scales);
   };
   int side = 0;
-  find(0, task.begin);
+  find(sides[0], task.begin);
   // Nobody asked for the first step yet: ask for all of it, and prepare the queries while it comes.
   for (int i = 0; i < kStep; i++)
-    for (int64_t d = 0; d < call.kv_heads * dim; d += static_cast<int64_t>(64 / sizeof(K)))
-      prefetch(key_rows[0][i] + d);
+    for (int64_t d = 0; d < row_size; d += static_cast<int64_t>(64 / sizeof(K))) prefetch(sides[0].keys[i] + d);
   for (int i = 0; i < kStep; i++)
-    for (int64_t d = 0; d < call.kv_heads * dim; d += static_cast<int64_t>(64 / sizeof(V)))
-      prefetch(value_rows[0][i] + d);
+    for (int64_t d = 0; d < row_size; d += static_cast<int64_t>(64 / sizeof(V))) prefetch(sides[0].values[i] + d);
 
   for (int64_t r = 0; r < rows; r++) {
     const int64_t head = r / (group * task.count), token = r / group % task.count;
@@ -304,9 +338,9 @@ static void decode_typed(const PagedAttention& call, const Task& task, float* sc
 
   for (int64_t first = task.begin; first < task.end; first += kStep, side ^= 1) {
     const bool more = first + kStep < task.end;
-    if (more) find(side ^ 1, first + kStep);
-    decode_step(call, task, state, first, at_most(kStep, task.end - first), key_rows[side], value_rows[side],
-                more ? key_rows[side ^ 1] : nullptr, more ? value_rows[side ^ 1] : nullptr);
+    if (more) find(sides[side ^ 1], first + kStep);
+    decode_step(call, task, state, first, at_most(kStep, task.end - first), sides[side],
+                more ? &sides[side ^ 1] : nullptr);
   }
 
   for (int64_t r = 0; r < rows; r++) {

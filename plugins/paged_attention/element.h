@@ -15,11 +15,11 @@ KILN_INLINE Vec rounded_to_bf16(Vec x) {
   return x == x ? rounded : x;
 }
 
-// The first at most kWidth of `left` elements, the rest zero.
-template <typename T>
-KILN_INLINE Vec load_some(const T* p, int64_t left) {
-  if (left >= kWidth) return load(p);
-  return left > 0 ? load_part(p, static_cast<int>(left)) : Vec{};
+// The first at most kWidth of `left` numbers of a row (a pointer, or a ScaledRow), the rest zero.
+template <typename Row>
+KILN_INLINE Vec load_some(Row row, int64_t left) {
+  if (left >= kWidth) return load(row);
+  return left > 0 ? load_part(row, static_cast<int>(left)) : Vec{};
 }
 
 // Operands as they are.
@@ -30,22 +30,22 @@ struct Exact {
   KILN_INLINE Vec convert(Vec x) { return x; }
 
   // The elements of the first at most kPer * kWidth of `left` numbers, the rest zero.
-  template <typename T>
-  KILN_INLINE Vec take(const T* p, int64_t left) {
-    return load_some(p, left);
+  template <typename Row>
+  KILN_INLINE Vec take(Row row, int64_t left) {
+    return load_some(row, left);
   }
   KILN_INLINE Vec broadcast_element(const float* p) { return broadcast(*p); }
   KILN_INLINE Vec multiply_add(Vec a, Vec b, Vec sum) { return sum + a * b; }
 
-  // scores[v] = 2^(scores[v] - maximum) for `vecs` vectors, as operands; the result is their sum over lanes.
-  KILN_INLINE float weigh(float* scores, int64_t vecs, float maximum) {
+  // scores[v] = 2^(scores[v] - maximum) for `vecs` vectors, as operands; the result is their sum, lanes apart.
+  KILN_INLINE Vec weigh(float* scores, int64_t vecs, float maximum) {
     Vec total = {};
     for (int64_t v = 0; v < vecs; v++) {
       const Vec weight = exp2(load(scores + v * kWidth) - broadcast(maximum));
       total += weight;
       store(scores + v * kWidth, weight);
     }
-    return sum_of(total);
+    return total;
   }
 };
 
@@ -56,21 +56,21 @@ struct Rounded {
 
   KILN_INLINE Vec convert(Vec x) { return rounded_to_bf16(x); }
 
-  template <typename T>
-  KILN_INLINE Vec take(const T* p, int64_t left) {
-    return convert(load_some(p, left));
+  template <typename Row>
+  KILN_INLINE Vec take(Row row, int64_t left) {
+    return convert(load_some(row, left));
   }
   KILN_INLINE Vec broadcast_element(const float* p) { return broadcast(*p); }
   KILN_INLINE Vec multiply_add(Vec a, Vec b, Vec sum) { return sum + a * b; }
 
-  KILN_INLINE float weigh(float* scores, int64_t vecs, float maximum) {
+  KILN_INLINE Vec weigh(float* scores, int64_t vecs, float maximum) {
     Vec total = {};
     for (int64_t v = 0; v < vecs; v++) {
       const Vec weight = rounded_to_bf16(exp2(load(scores + v * kWidth) - broadcast(maximum)));
       total += weight;
       store(scores + v * kWidth, weight);
     }
-    return sum_of(total);
+    return total;
   }
 };
 
@@ -88,9 +88,9 @@ struct Pairs {
 
   KILN_INLINE Vec convert(Vec low, Vec high) { return (Vec)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
 
-  template <typename T>
-  KILN_INLINE Vec take(const T* p, int64_t left) {
-    return convert(load_some(p, left), load_some(p + kWidth, left - kWidth));
+  template <typename Row>
+  KILN_INLINE Vec take(Row row, int64_t left) {
+    return convert(load_some(row, left), load_some(row + kWidth, left - kWidth));
   }
   KILN_INLINE Vec broadcast_element(const Pair* p) {
     return (Vec)_mm512_set1_epi32(static_cast<int>(p->bits));
@@ -120,7 +120,7 @@ struct Pairs {
   }
 
   // Two vectors of scores become one of pairs, in the first half of their place. An odd last one is paired with zeros.
-  KILN_INLINE float weigh(float* scores, int64_t vecs, float maximum) {
+  KILN_INLINE Vec weigh(float* scores, int64_t vecs, float maximum) {
     const Vec ones = (Vec)_mm512_set1_epi32(0x3f803f80), offset = broadcast(maximum);
     Vec total = {};
     for (int64_t v = 0; v < vecs; v += 2) {
@@ -130,7 +130,7 @@ struct Pairs {
       total = multiply_add(pairs, ones, total);
       store(scores + v / 2 * kWidth, pairs);
     }
-    return sum_of(total);
+    return total;
   }
 };
 

@@ -18,6 +18,8 @@ static void decode_keys(const PagedAttention& call, const Task& task, float* scr
       return decode_typed<K, F16>(call, task, scratch);
     case CacheType::kBfloat16:
       return decode_typed<K, Bf16>(call, task, scratch);
+    case CacheType::kInt8:
+      return decode_typed<K, Int8>(call, task, scratch);
   }
 }
 
@@ -29,6 +31,8 @@ static void decode(const PagedAttention& call, const Task& task, float* scratch)
       return decode_keys<F16>(call, task, scratch);
     case CacheType::kBfloat16:
       return decode_keys<Bf16>(call, task, scratch);
+    case CacheType::kInt8:
+      return decode_keys<Int8>(call, task, scratch);
   }
 }
 

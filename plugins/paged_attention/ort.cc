@@ -18,11 +18,38 @@ using namespace kiln;
 using namespace kiln::ort;
 
 // In schema.py's order.
-enum Input { kQuery, kKey, kValue, kKeyCache, kValueCache, kCumulative, kPast, kTable, kCos, kSin, kSlots, kInputs };
-constexpr const char* kInputNames[kInputs] = {
-    "query",        "key",         "value",     "key_cache", "value_cache", "cumulative_sequence_length",
-    "past_seqlens", "block_table", "cos_cache", "sin_cache", "slot_mapping"};
-enum Output { kOutput, kKeyCacheOut, kValueCacheOut, kOutputs };
+enum Input {
+  kQuery,
+  kKey,
+  kValue,
+  kKeyCache,
+  kValueCache,
+  kCumulative,
+  kPast,
+  kTable,
+  kCos,
+  kSin,
+  kSlots,
+  kKeyScale,
+  kValueScale,
+  kInputs
+};
+constexpr const char* kInputNames[kInputs] = {"query",
+                                              "key",
+                                              "value",
+                                              "key_cache",
+                                              "value_cache",
+                                              "cumulative_sequence_length",
+                                              "past_seqlens",
+                                              "block_table",
+                                              "cos_cache",
+                                              "sin_cache",
+                                              "slot_mapping",
+                                              "k_scale",
+                                              "v_scale"};
+enum Output { kOutput, kKeyCacheOut, kValueCacheOut, kKeyScaleOut, kValueScaleOut, kOutputs };
+constexpr const char* kOutputNames[kOutputs] = {"output", "key_cache_out", "value_cache_out", "k_scale_out",
+                                                "v_scale_out"};
 
 // dst = src in pieces of 1 MiB over the pool.
 void copy(Pool& pool, void* dst, const void* src, size_t bytes) {
@@ -55,6 +82,7 @@ struct Kernel {
 
  private:
   PagedAttention call_from(const Tensor (&inputs)[kInputs]) const;
+  void* updated(OrtKernelContext* context, Pool& pool, const Tensor& input, Output output, size_t itemsize) const;
 };
 
 void expect_shape(const Tensor& tensor, Input input, const std::vector<int64_t>& expected) {
@@ -65,6 +93,18 @@ void expect_rank(const Tensor& tensor, Input input, size_t rank, const char* exp
   if (!tensor.present) fail(kInputNames[input], " is missing: expected ", expected);
   if (tensor.shape.size() != rank)
     fail(kInputNames[input], " has the wrong rank: found ", text(tensor.shape), ", expected ", expected);
+}
+
+// INT8 caches have scales, others none.
+void expect_scale(const Tensor (&in)[kInputs], Input scale, Input cache, CacheType type) {
+  const std::vector<int64_t>& shape = in[cache].shape;
+  if (type != CacheType::kInt8 && in[scale].present)
+    fail(kInputNames[scale], " is given, but ", kInputNames[cache], " is not int8: leave it out");
+  if (type != CacheType::kInt8) return;
+  if (!in[scale].present)
+    fail(kInputNames[scale], " is missing: expected [blocks, block_size, kv_num_heads], because ", kInputNames[cache],
+         " is int8");
+  expect_shape(in[scale], scale, {shape[0], shape[1], shape[2]});
 }
 
 PagedAttention Kernel::call_from(const Tensor (&in)[kInputs]) const {
@@ -92,6 +132,8 @@ PagedAttention Kernel::call_from(const Tensor (&in)[kInputs]) const {
          ", expected a block size and head size of at least 1");
   expect_shape(in[kKeyCache], kKeyCache, {call.blocks, call.block_size, kv_heads, call.head_dim});
   expect_shape(in[kValueCache], kValueCache, in[kKeyCache].shape);
+  expect_scale(in, kKeyScale, kKeyCache, key_type);
+  expect_scale(in, kValueScale, kValueCache, value_type);
   const int64_t query_size = heads * call.head_dim, key_size = kv_heads * call.head_dim;
   call.query_stride = packed ? query_size + 2 * key_size : query_size;
   call.key_stride = call.value_stride = packed ? call.query_stride : key_size;
@@ -132,6 +174,18 @@ PagedAttention Kernel::call_from(const Tensor (&in)[kInputs]) const {
   return call;
 }
 
+// The buffer of an output that continues an input. The runtime binds both to one buffer; anyone else gets a functional
+// operator at the price of a copy.
+void* Kernel::updated(OrtKernelContext* context, Pool& pool, const Tensor& input, Output output,
+                      size_t itemsize) const {
+  void* data = output_data(api, context, output, input.shape);
+  if (!data) fail(kOutputNames[output], " is missing: expected an output of the node, since its cache is int8");
+  size_t elements = 1;
+  for (int64_t size : input.shape) elements *= static_cast<size_t>(size);
+  if (data != input.data) copy(pool, data, input.data, elements * itemsize);
+  return data;
+}
+
 void Kernel::compute(OrtKernelContext* context) const {
   Tensor inputs[kInputs];
   size_t given = 0;
@@ -143,14 +197,12 @@ void Kernel::compute(OrtKernelContext* context) const {
 
   Pool pool(api, context);
   call.output = static_cast<float*>(output_data(api, context, kOutput, {call.tokens, heads * call.head_dim}));
-  call.key_cache = output_data(api, context, kKeyCacheOut, inputs[kKeyCache].shape);
-  call.value_cache = output_data(api, context, kValueCacheOut, inputs[kKeyCache].shape);
-  // The runtime binds both to one buffer; anyone else gets a functional operator at the price of a copy.
-  const size_t elements = call.blocks * call.block_size * call.kv_heads * call.head_dim;
-  if (call.key_cache != inputs[kKeyCache].data)
-    copy(pool, call.key_cache, inputs[kKeyCache].data, elements * cache_itemsize(key_type));
-  if (call.value_cache != inputs[kValueCache].data)
-    copy(pool, call.value_cache, inputs[kValueCache].data, elements * cache_itemsize(value_type));
+  call.key_cache = updated(context, pool, inputs[kKeyCache], kKeyCacheOut, cache_itemsize(key_type));
+  call.value_cache = updated(context, pool, inputs[kValueCache], kValueCacheOut, cache_itemsize(value_type));
+  if (key_type == CacheType::kInt8)
+    call.key_scale = static_cast<float*>(updated(context, pool, inputs[kKeyScale], kKeyScaleOut, sizeof(float)));
+  if (value_type == CacheType::kInt8)
+    call.value_scale = static_cast<float*>(updated(context, pool, inputs[kValueScale], kValueScaleOut, sizeof(float)));
   const std::string failure = kiln::run(call, pool);
   if (!failure.empty()) fail(failure);
 }
@@ -161,7 +213,15 @@ struct Operator : OrtCustomOp {
 };
 
 CacheType cache_type(int element) {
-  return element == kFloat ? CacheType::kFloat32 : element == kFloat16 ? CacheType::kFloat16 : CacheType::kBfloat16;
+  switch (element) {
+    case kFloat:
+      return CacheType::kFloat32;
+    case kFloat16:
+      return CacheType::kFloat16;
+    case kBfloat16:
+      return CacheType::kBfloat16;
+  }
+  return CacheType::kInt8;
 }
 
 OrtStatus* create_kernel(const OrtCustomOp* base, OrtApi api, const OrtKernelInfo* info, void** kernel) {
@@ -219,7 +279,19 @@ Operator make_operator(int key_element, int value_element) {
     return i == kKeyCacheOut ? op.key_element : i == kValueCacheOut ? op.value_element : int{kFloat};
   };
   op.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
-    return i == kKey || i == kValue || i == kCos || i == kSin ? kOptional : kRequired;
+    switch (i) {
+      case kKey:
+      case kValue:
+      case kCos:
+      case kSin:
+      case kKeyScale:
+      case kValueScale:
+        return kOptional;
+    }
+    return kRequired;
+  };
+  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
+    return i == kKeyScaleOut || i == kValueScaleOut ? kOptional : kRequired;
   };
   op.CreateKernelV2 = create_kernel;
   return op;
@@ -230,8 +302,8 @@ Operator make_operator(int key_element, int value_element) {
 std::vector<const OrtCustomOp*> kiln::ort::paged_attention_operators() {
   static const std::vector<Operator> operators = [] {
     std::vector<Operator> all;
-    for (int key : {kFloat, kFloat16, kBfloat16})
-      for (int value : {kFloat, kFloat16, kBfloat16}) all.push_back(make_operator(key, value));
+    for (int key : {kFloat, kFloat16, kBfloat16, kInt8})
+      for (int value : {kFloat, kFloat16, kBfloat16, kInt8}) all.push_back(make_operator(key, value));
     return all;
   }();
   std::vector<const OrtCustomOp*> pointers;

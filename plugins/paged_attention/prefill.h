@@ -19,7 +19,7 @@ namespace kiln::KILN_ISA {
 template <typename F>
 struct PrefillState {
   typename F::Element *q, *keys, *values;  // [rows, padded], [dim, kTile], [kTile, padded], all with F::kPer per element
-  float *acc, *maximum, *sum;              // [rows, padded], [rows], [rows]
+  float *acc, *maximum, *sum;              // [rows, padded], [rows], [rows, kAlign] (lanes apart)
   float *scores;                           // [kBlockRows, kTile]
   float *row;                              // [padded]: one query
 };
@@ -48,7 +48,7 @@ static PrefillState<F> prefill_parts(const PagedAttention& call, int64_t count, 
   state.values = reinterpret_cast<Element*>(take(kTile / F::kPer * padded));
   state.scores = take(kBlockRows * kTile);
   state.maximum = take(rows);
-  state.sum = take(rows);
+  state.sum = take(rows * kAlign);
   state.row = take(query_size<F>(call));
   *total = static_cast<size_t>(p - scratch);
   return state;
@@ -75,10 +75,10 @@ KILN_INLINE void weigh_tile_row(float* scores, int64_t vecs, float* maximum, flo
     const float raised = __builtin_ceilf(highest);
     const Vec shrink = exp2(broadcast(*maximum - raised));
     *maximum = raised;
-    *sum *= shrink[0];
+    store(sum, load(sum) * shrink);
     for (int64_t d = 0; d < padded; d += kWidth) store(acc + d, load(acc + d) * shrink);
   }
-  *sum += F::weigh(scores, vecs, *maximum);
+  store(sum, load(sum) + F::weigh(scores, vecs, *maximum));
 }
 
 // One tile's products of weights and values for rows of `state.scores`, whose positions [begin, end) count.
@@ -118,8 +118,8 @@ static void attend_block(const PagedAttention& call, const Task& task, const Pre
       for (int64_t v = 0; v < vecs; v++)
         store(scores + v * kWidth, mask(load(scores + v * kWidth), first + v * kWidth, valid));
     }
-    weigh_tile_row<F>(scores, vecs, state.maximum + row + r, state.sum + row + r, state.acc + (row + r) * padded,
-                      padded);
+    weigh_tile_row<F>(scores, vecs, state.maximum + row + r, state.sum + (row + r) * kAlign,
+                      state.acc + (row + r) * padded, padded);
   }
   if (whole || finite) return add_values(state, 0, row, rows, padded, at_least(top.begin - first, 0), used);
   for (int64_t r = 0; r < rows;) {
@@ -133,30 +133,42 @@ static void attend_block(const PagedAttention& call, const Task& task, const Pre
 }
 
 template <typename F>
-static void take_queries(const PagedAttention& call, const Task& task, const PrefillState<F>& state, int64_t rows) {
+static void take_queries(const PagedAttention& call, const Task& task, const PrefillState<F>& state) {
   const int64_t group = call.heads / call.kv_heads, size = query_size<F>(call);
   for (int64_t d = padded_dim(call); d < size; d++) state.row[d] = 0;
-  for (int64_t r = 0; r < rows; r++) {
-    take_query(call, task.seq, task.token + r / group, task.kv_head * group + r % group, state.row);
-    for (int64_t d = 0; d < size; d += F::kPer * kWidth)
-      store(state.q + (r * size + d) / F::kPer, F::take(state.row + d, F::kPer * kWidth));
+  for (int64_t token = 0; token < task.count; token++) {
+    for (int64_t r = token * group; r < (token + 1) * group; r++) {
+      take_query(call, task.seq, task.token + token, task.kv_head * group + r % group, state.row);
+      for (int64_t d = 0; d < size; d += F::kPer * kWidth)
+        store(state.q + (r * size + d) / F::kPer, F::take(state.row + d, F::kPer * kWidth));
+    }
+  }
+}
+
+// output = accumulator / sum, and everything is written.
+template <typename F>
+static void give_results(const PagedAttention& call, const Task& task, const PrefillState<F>& state) {
+  const int64_t group = call.heads / call.kv_heads, dim = call.head_dim, padded = padded_dim(call);
+  for (int64_t r = 0; r < group * task.count; r++) {
+    const int64_t packed = call.cumulative[task.seq] + task.token + r / group;
+    float* out = call.output + (packed * call.heads + task.kv_head * group + r % group) * dim;
+    const float* acc = state.acc + r * padded;
+    const float sum = sum_of(load(state.sum + r * kAlign));
+    for (int64_t d = 0; d < dim; d++) out[d] = acc[d] / sum;
   }
 }
 
 template <typename F>
 static void prefill_as(const PagedAttention& call, const Task& task, float* scratch) {
-  const int64_t group = call.heads / call.kv_heads, dim = call.head_dim, padded = padded_dim(call);
-  const int64_t rows = group * task.count, position = call.past[task.seq] + task.token;
+  const int64_t rows = call.heads / call.kv_heads * task.count, padded = padded_dim(call);
+  const int64_t position = call.past[task.seq] + task.token, end = position + task.count;
   size_t unused;
   const PrefillState<F> state = prefill_parts<F>(call, task.count, scratch, &unused);
-  take_queries(call, task, state, rows);
-  for (int64_t r = 0; r < rows; r++) {
-    state.maximum[r] = kNoMaximum;
-    state.sum[r] = 0;
-  }
+  take_queries(call, task, state);
+  for (int64_t r = 0; r < rows; r++) state.maximum[r] = kNoMaximum;
+  __builtin_memset(state.sum, 0, sizeof(float) * rows * kAlign);
   __builtin_memset(state.acc, 0, sizeof(float) * rows * padded);
 
-  const int64_t end = position + task.count;
   for (int64_t first = visible(call, position).begin; first < end; first += kTile) {
     const Span span = {task.seq, task.kv_head, first, at_most(kTile, end - first)};
     pack_keys<F>(call, span, state.keys);
@@ -164,13 +176,7 @@ static void prefill_as(const PagedAttention& call, const Task& task, float* scra
     for (int64_t row = 0; row < rows; row += kBlockRows)
       attend_block(call, task, state, row, at_most(kBlockRows, rows - row), span, finite);
   }
-
-  for (int64_t r = 0; r < rows; r++) {
-    const int64_t packed = call.cumulative[task.seq] + task.token + r / group;
-    float* out = call.output + (packed * call.heads + task.kv_head * group + r % group) * dim;
-    const float* acc = state.acc + r * padded;
-    for (int64_t d = 0; d < dim; d++) out[d] = acc[d] / state.sum[r];
-  }
+  give_results(call, task, state);
 }
 
 static void prefill(const PagedAttention& call, const Task& task, float* scratch) {

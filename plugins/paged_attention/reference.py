@@ -28,7 +28,7 @@ class Attributes:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The operator's inputs, named and shaped as in `schema.INPUTS`; caches in their storage type."""
+    """The operator's inputs, named and shaped as in `schema.INPUTS`; caches in their storage type, int8 with scales."""
 
     query: Array
     key: Array | None
@@ -41,14 +41,14 @@ class Inputs:
     slot_mapping: Array
     cos_cache: Array | None = None
     sin_cache: Array | None = None
+    k_scale: Array | None = None
+    v_scale: Array | None = None
 
 
 def paged_attention(inputs: Inputs, attributes: Attributes) -> tuple[Array, Array, Array]:
     """Output [tokens, num_heads*head_dim] in float64, and the two caches after the call in their storage type."""
-    inputs = unpacked(inputs, attributes)
-    key_cache, value_cache = written_caches(inputs, attributes)
-    after = replace(inputs, key_cache=key_cache, value_cache=value_cache)
-    return attention(after, attributes), key_cache, value_cache
+    after = written(unpacked(inputs, attributes), attributes)
+    return attention(after, attributes), after.key_cache, after.value_cache
 
 
 def unpacked(inputs: Inputs, attributes: Attributes) -> Inputs:
@@ -61,26 +61,48 @@ def unpacked(inputs: Inputs, attributes: Attributes) -> Inputs:
     return replace(inputs, query=query, key=key, value=value)
 
 
-def written_caches(inputs: Inputs, attributes: Attributes) -> tuple[Array, Array]:
-    """Copies of the caches with the (rotated) keys and values of the new tokens in their slots.
+def written(inputs: Inputs, attributes: Attributes) -> Inputs:
+    """The same with copies of caches and scales that hold the (rotated) keys and values of the new tokens.
 
-    Storing rounds float64 to the storage type once, to nearest even.
+    Storing rounds float64 to the storage type once, to nearest even; int8 is made of float32.
     """
     assert inputs.key is not None
     assert inputs.value is not None
     head_dim = inputs.key_cache.shape[3]
     key = inputs.key.astype(np.float64).reshape(-1, attributes.kv_num_heads, head_dim)
     value = inputs.value.astype(np.float64).reshape(-1, attributes.kv_num_heads, head_dim)
-    key_cache, value_cache = inputs.key_cache.copy(), inputs.value_cache.copy()
-    flat_keys = key_cache.reshape(-1, attributes.kv_num_heads, head_dim)  # views
-    flat_values = value_cache.reshape(-1, attributes.kv_num_heads, head_dim)
+    after = replace(
+        inputs,
+        key_cache=inputs.key_cache.copy(),
+        value_cache=inputs.value_cache.copy(),
+        k_scale=None if inputs.k_scale is None else inputs.k_scale.copy(),
+        v_scale=None if inputs.v_scale is None else inputs.v_scale.copy(),
+    )
     for seq in range(len(inputs.past_seqlens)):
         for token, position in _new_tokens(inputs, seq):
             slot = int(inputs.slot_mapping[token])
             if slot >= 0:
-                flat_keys[slot] = _rotated(key[token], position, inputs, attributes).astype(key_cache.dtype)
-                flat_values[slot] = value[token].astype(value_cache.dtype)
-    return key_cache, value_cache
+                _store(after.key_cache, after.k_scale, slot, _rotated(key[token], position, inputs, attributes))
+                _store(after.value_cache, after.v_scale, slot, value[token])
+    return after
+
+
+def _store(cache: Array, scales: Array | None, slot: int, heads: NDArray[np.float64]) -> None:
+    """Write heads [kv_heads, head_dim] to a slot of a cache, in place."""
+    where = divmod(slot, cache.shape[1])
+    if scales is None:
+        cache[where] = heads.astype(cache.dtype)
+    else:
+        cache[where], scales[where] = quantized(heads.astype(np.float32))
+
+
+def quantized(rows: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Rows [..., n] in int8, and their scales [...]."""
+    largest = np.abs(rows).max(axis=-1)
+    scales = np.where(np.isfinite(largest), largest / np.float32(127), np.float32(np.nan))
+    divisors = np.where(scales > 0, scales, np.float32(np.inf))[..., None]  # all of the row becomes 0
+    levels = np.nan_to_num(rows, nan=0, posinf=0, neginf=0) / divisors
+    return np.clip(np.rint(levels), -127, 127).astype(np.int8), scales
 
 
 def attention(inputs: Inputs, attributes: Attributes) -> NDArray[np.float64]:
@@ -100,8 +122,9 @@ def attention(inputs: Inputs, attributes: Attributes) -> NDArray[np.float64]:
             first = max(0, position + 1 - attributes.local_window_size) if attributes.local_window_size > 0 else 0
             seen = np.arange(first, position + 1)
             blocks = inputs.block_table[seq, seen // block_size]
-            keys = inputs.key_cache[blocks, seen % block_size].astype(np.float64)  # [seen, kv_heads, head_dim]
-            values = inputs.value_cache[blocks, seen % block_size].astype(np.float64)
+            where = blocks, seen % block_size
+            keys = _read(inputs.key_cache, inputs.k_scale, where)  # [seen, kv_heads, head_dim]
+            values = _read(inputs.value_cache, inputs.v_scale, where)
             rotated = operand(_rotated(query[token], position, inputs, attributes) * factor)
             keys, values = operand(keys), operand(values)
             for head in range(attributes.num_heads):
@@ -111,6 +134,11 @@ def attention(inputs: Inputs, attributes: Attributes) -> NDArray[np.float64]:
                 weights = operand(np.exp2(scores - raised(scores.max())))
                 output[token, head] = weights @ values[:, head // group] / weights.sum()
     return output.reshape(len(output), attributes.num_heads * head_dim)
+
+
+def _read(cache: Array, scales: Array | None, where: tuple[Array, Array]) -> NDArray[np.float64]:
+    rows = cache[where].astype(np.float64)
+    return rows if scales is None else rows * scales[where].astype(np.float64)[..., None]
 
 
 def _bfloat16(numbers: NDArray[np.float64]) -> NDArray[np.float64]:

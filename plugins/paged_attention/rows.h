@@ -5,7 +5,7 @@
 #pragma once
 
 #include "kernels.h"
-#include "../simd.h"
+#include "int8.h"
 
 namespace kiln::KILN_ISA {
 
@@ -31,12 +31,11 @@ KILN_INLINE Range visible(const PagedAttention& call, int64_t position) {
   return {call.window > 0 ? at_least(0, end - call.window) : 0, end};
 }
 
-// rows[i] = address in `cache` of position first + i (all KV heads) of a sequence, for i < count.
+// rows[i] = address in `cache` of position first + i (all KV heads, row_size elements) of a sequence, for i < count.
 template <typename T>
-KILN_INLINE void find_rows(const PagedAttention& call, int64_t seq, const T* cache, int64_t first, int64_t count,
-                           const T** rows) {
+KILN_INLINE void find_rows(const PagedAttention& call, int64_t seq, const T* cache, int64_t row_size, int64_t first,
+                           int64_t count, const T** rows) {
   const int32_t* table = call.block_table + seq * call.max_blocks;
-  const int64_t row_size = call.kv_heads * call.head_dim;
   int64_t block = first / call.block_size, offset = first % call.block_size;
   for (int64_t i = 0; i < count;) {
     const T* row = cache + (static_cast<int64_t>(table[block]) * call.block_size + offset) * row_size;

@@ -16,6 +16,11 @@ What the operator does, for every sequence s with new tokens cu[s] <= t < cu[s+1
 Without `key` and `value` (both or neither), `query` holds all three side by side:
 [tokens, (num_heads + 2*kv_num_heads)*head_dim].
 
+A cache of int8 comes with a scale for each token and KV head, `k_scale` or `v_scale`, written in step 2 with the row:
+max|x| / 127 over the head, after rotation; the cache holds x / scale rounded to nearest, ties to even. A row of zeros
+has the scale 0, one with a NaN or an infinity the scale NaN, so that what attends to it becomes NaN and nothing is
+hidden. Keys and values each have their own type. Other types have no scales.
+
 With `compute_dtype` 1 both products take bfloat16 numbers and sum in float32: queries (rotated and multiplied by
 scale / softcap or, without softcap, by scale * log2(e), since softmax is computed as powers of two), keys and values as
 the caches hold them, and softmax weights 2^(s - m), m the row's highest score rounded up to an integer, are each
@@ -27,6 +32,7 @@ All writes of one call happen before its reads, so a token may read what another
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from plugins.spec import DOMAIN as DOMAIN
@@ -37,8 +43,9 @@ EXPORT_DOMAIN = "com.microsoft"
 OP_TYPE = "PagedAttention"
 SINCE_VERSION = 1
 
-_CACHE = ("float32", "float16", "bfloat16")
+_CACHE = ("float32", "float16", "bfloat16", "int8")
 _CACHE_SHAPE = ("blocks", "block_size", "kv_num_heads", "head_dim")
+_SCALE = (("blocks", "block_size", "kv_num_heads"), ("float32",))
 
 INPUTS = (
     TensorSpec("query", ("tokens", "num_heads*head_dim"), ("float32",)),
@@ -52,13 +59,17 @@ INPUTS = (
     TensorSpec("cos_cache", ("positions", "rotary_dim/2"), ("float32",), optional=True),
     TensorSpec("sin_cache", ("positions", "rotary_dim/2"), ("float32",), optional=True),
     TensorSpec("slot_mapping", ("tokens",), ("int32",)),
+    TensorSpec("k_scale", *_SCALE, optional=True),
+    TensorSpec("v_scale", *_SCALE, optional=True),
 )
 OUTPUTS = (
     TensorSpec("output", ("tokens", "num_heads*head_dim"), ("float32",)),
     TensorSpec("key_cache_out", _CACHE_SHAPE, _CACHE),
     TensorSpec("value_cache_out", _CACHE_SHAPE, _CACHE),
+    TensorSpec("k_scale_out", *_SCALE, optional=True),
+    TensorSpec("v_scale_out", *_SCALE, optional=True),
 )
-"""The cache outputs alias the cache inputs when both are bound to one buffer; else they are copies."""
+"""Cache and scale outputs alias their inputs when both are bound to one buffer; else they are copies."""
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 """What the attribute `compute_dtype` counts through."""
@@ -78,8 +89,10 @@ ATTRIBUTES: dict[str, int | float | None] = {
 
 PAGED_ATTENTION = OperatorSpec(OP_TYPE, INPUTS, OUTPUTS, ATTRIBUTES, SINCE_VERSION)
 
-CacheDtype = Literal["float32", "float16", "bfloat16"]
-CACHE_ITEMSIZE: dict[CacheDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+CacheDtype = Literal["float32", "float16", "bfloat16", "int8"]
+CACHE_ITEMSIZE: dict[CacheDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+EXPORT_DTYPES: tuple[CacheDtype, ...] = ("float32", "float16", "bfloat16")
+"""Types of cache that a graph may be exported with; a pass makes int8 of one of them."""
 
 
 @dataclass(frozen=True)
@@ -91,17 +104,42 @@ class KvLayer:
 
 
 @dataclass(frozen=True)
+class CacheTensor:
+    """A tensor of one layer's cache: graph input `name`, updated in place as output `output_name`."""
+
+    name: str
+    output_name: str
+    dtype: CacheDtype
+    row_shape: tuple[int, ...]
+    """What one token has: [kv_heads, head_dim], of scales [kv_heads]."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        return CACHE_ITEMSIZE[self.dtype] * prod(self.row_shape)
+
+
+@dataclass(frozen=True)
 class KvSpec:
-    """Layout of the whole key/value cache: per layer two tensors [blocks, block_size, kv_heads, head_dim]."""
+    """Layout of the whole key/value cache: per layer two tensors [blocks, block_size, kv_heads, head_dim].
+
+    One of int8 has a tensor of scales [blocks, block_size, kv_heads] beside it.
+    """
 
     layers: tuple[KvLayer, ...]
     block_size: int
     dtype: CacheDtype
+    """Of keys, and of values where `value_dtype` is None."""
+    value_dtype: CacheDtype | None = None
+
+    @property
+    def dtypes(self) -> tuple[CacheDtype, CacheDtype]:
+        """Of keys and of values."""
+        return self.dtype, self.value_dtype or self.dtype
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token of context holds, keys and values of all layers."""
-        return 2 * CACHE_ITEMSIZE[self.dtype] * sum(layer.kv_heads * layer.head_dim for layer in self.layers)
+        """Bytes that one token of context holds, keys and values of all layers with their scales."""
+        return sum(tensor.bytes_per_token for layer in range(len(self.layers)) for tensor in self.tensors(layer))
 
     @property
     def bytes_per_block(self) -> int:
@@ -110,6 +148,24 @@ class KvSpec:
     def cache_shape(self, layer: int, blocks: int) -> tuple[int, int, int, int]:
         geometry = self.layers[layer]
         return (blocks, self.block_size, geometry.kv_heads, geometry.head_dim)
+
+    def tensors(self, layer: int) -> tuple[CacheTensor, ...]:
+        """Keys, values, and the scales of those that are int8."""
+        geometry = self.layers[layer]
+        named = [*zip(cache_names(layer), cache_output_names(layer), self.dtypes, strict=True)]
+        scales = [*zip(scale_names(layer), scale_output_names(layer), self.dtypes, strict=True)]
+        return (
+            *(CacheTensor(*found, (geometry.kv_heads, geometry.head_dim)) for found in named),
+            *(
+                CacheTensor(name, output, "float32", (geometry.kv_heads,))
+                for name, output, dtype in scales
+                if dtype == "int8"
+            ),
+        )
+
+    def tensor_shape(self, tensor: CacheTensor, blocks: int) -> tuple[int, ...]:
+        """Shape of one of `tensors` in a cache of so many blocks."""
+        return (blocks, self.block_size, *tensor.row_shape)
 
 
 # A serving graph's own inputs and outputs; all step inputs are int32.
@@ -134,3 +190,13 @@ def cache_names(layer: int) -> tuple[str, str]:
 def cache_output_names(layer: int) -> tuple[str, str]:
     """Graph outputs that alias `cache_names(layer)`."""
     return f"key_cache_out.{layer}", f"value_cache_out.{layer}"
+
+
+def scale_names(layer: int) -> tuple[str, str]:
+    """Graph inputs that hold the scales of one layer's keys and values, where those are int8."""
+    return f"key_scale.{layer}", f"value_scale.{layer}"
+
+
+def scale_output_names(layer: int) -> tuple[str, str]:
+    """Graph outputs that alias `scale_names(layer)`."""
+    return f"key_scale_out.{layer}", f"value_scale_out.{layer}"

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import ml_dtypes
 import numpy as np
@@ -13,15 +13,24 @@ from onnx import TensorProto, helper
 
 from plugins.build import cpu_library
 from plugins.paged_attention import schema
-from plugins.paged_attention.reference import Attributes, Inputs
+from plugins.paged_attention.reference import Attributes, Inputs, quantized
+
+STATE = {
+    "key_cache_out": "key_cache",
+    "value_cache_out": "value_cache",
+    "k_scale_out": "k_scale",
+    "v_scale_out": "v_scale",
+}
+"""Outputs that continue an input."""
 
 ONNX_TYPES = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
     "bfloat16": TensorProto.BFLOAT16,
     "int32": TensorProto.INT32,
+    "int8": TensorProto.INT8,
 }
-NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
 ISAS = {"plain": 1, "avx2": 2, "avx512": 3, "avx512bf16": 5}
 
 
@@ -49,7 +58,10 @@ class Case:
     shared_blocks: int = 0
 
     def inputs(self) -> Inputs:
-        """Random operands; every slot that no sequence has yet filled holds NaN, as do rows no one should read."""
+        """Random operands; every slot that no sequence has yet filled holds NaN, as do rows no one should read.
+
+        Of an int8 cache the scales do.
+        """
         rng = np.random.default_rng(self.seed)
         a, bs = self.attributes, self.block_size
         tokens = sum(s.new for s in self.sequences)
@@ -65,14 +77,19 @@ class Case:
                 shared = min(self.shared_blocks, self.sequences[0].past // bs, self.sequences[seq].past // bs)
                 table[seq, :shared] = table[0, :shared]
         shape = (blocks, bs, a.kv_num_heads, self.head_dim)
-        caches = [np.full(shape, np.nan, NUMPY_TYPES[d]) for d in (self.key_dtype, self.value_dtype)]
+        dtypes = (self.key_dtype, self.value_dtype)
+        caches = [np.full(shape, 99 if d == "int8" else np.nan, NUMPY_TYPES[d]) for d in dtypes]
+        scales = [np.full(shape[:3], np.nan, np.float32) if d == "int8" else None for d in dtypes]
         slots = []
         for seq, s in enumerate(self.sequences):
             positions = np.arange(s.past + s.new)
             flat = table[seq, positions // bs] * bs + positions % bs
-            for cache in caches:
+            for cache, scale in zip(caches, scales, strict=True):
                 filled = s.past + s.unwritten
-                cache.reshape(-1, *shape[2:])[flat[:filled]] = rng.standard_normal((filled, *shape[2:]))
+                rows = rng.standard_normal((filled, *shape[2:])).astype(np.float32)
+                if scale is not None:
+                    rows, scale.reshape(-1, shape[2])[flat[:filled]] = quantized(rows)
+                cache.reshape(-1, *shape[2:])[flat[:filled]] = rows
             slots.append(np.where(np.arange(s.new) < s.unwritten, -1, flat[s.past :]))
         angles = rng.uniform(0, 7, (max((s.past + s.new for s in self.sequences), default=0) + 1, self.rotary_dim // 2))
         rotary = bool(a.do_rotary)
@@ -92,6 +109,8 @@ class Case:
             slot_mapping=np.concatenate([*slots, []]).astype(np.int32),
             cos_cache=np.cos(angles).astype(np.float32) if rotary else None,
             sin_cache=np.sin(angles).astype(np.float32) if rotary else None,
+            k_scale=scales[0],
+            v_scale=scales[1],
         )
 
 
@@ -150,8 +169,8 @@ class Operator:
     ) -> ort.InferenceSession:
         given = {spec.name: getattr(inputs, spec.name) for spec in schema.INPUTS}
         names = [name if array is not None else "" for name, array in given.items()]
-        outputs = [spec.name for spec in schema.OUTPUTS]
-        dtypes = ["float32", str(inputs.key_cache.dtype), str(inputs.value_cache.dtype)]
+        dtypes = {"output": "float32", **{name: str(array.dtype) for name, array in state_of(inputs).items()}}
+        outputs = [spec.name if spec.name in dtypes else "" for spec in schema.OUTPUTS]
         values = {f.name: getattr(attributes, f.name) for f in fields(attributes) if f.name not in leave_out}
         node = helper.make_node(schema.OP_TYPE, names, outputs, domain=schema.DOMAIN, **values)
         graph = helper.make_graph(
@@ -162,7 +181,7 @@ class Operator:
                 for name, array in given.items()
                 if array is not None
             ],
-            [helper.make_tensor_value_info(n, ONNX_TYPES[d], None) for n, d in zip(outputs, dtypes, strict=True)],
+            [helper.make_tensor_value_info(name, ONNX_TYPES[dtype], None) for name, dtype in dtypes.items()],
         )
         opsets = [helper.make_opsetid("", 20), helper.make_opsetid(schema.DOMAIN, schema.SINCE_VERSION)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
@@ -175,16 +194,19 @@ class Operator:
 
     def run(
         self, inputs: Inputs, attributes: Attributes, threads: int = 2, leave_out: tuple[str, ...] = ()
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A plain run: the outputs are buffers of their own."""
+    ) -> tuple[np.ndarray, Inputs]:
+        """A plain run, whose outputs are buffers of their own: the output, and the inputs with the caches after it."""
         session = self.session(inputs, attributes, threads, leave_out)
         feeds = {
             spec.name: ort_value(array) for spec in schema.INPUTS if (array := getattr(inputs, spec.name)) is not None
         }
-        outputs = session.run_with_ort_values([spec.name for spec in schema.OUTPUTS], feeds)
-        dtypes = (np.dtype(np.float32), inputs.key_cache.dtype, inputs.value_cache.dtype)
-        output, keys, values = (array_from(value, d) for value, d in zip(outputs, dtypes, strict=True))
-        return output, keys, values
+        state = state_of(inputs)
+        output, *after = session.run_with_ort_values(["output", *state], feeds)
+        arrays = {
+            STATE[name]: array_from(value, before.dtype)
+            for (name, before), value in zip(state.items(), after, strict=True)
+        }
+        return array_from(output, np.dtype(np.float32)), replace(inputs, **arrays)
 
     def run_in_place(self, inputs: Inputs, attributes: Attributes, threads: int = 2) -> np.ndarray:
         """As the runtime does it: cache outputs are bound to the input buffers, which the call updates."""
@@ -197,10 +219,16 @@ class Operator:
                 values[spec.name] = ort_value(array)
                 binding.bind_ortvalue_input(spec.name, values[spec.name])
         binding.bind_ortvalue_output("output", values["output"])
-        binding.bind_ortvalue_output("key_cache_out", values["key_cache"])
-        binding.bind_ortvalue_output("value_cache_out", values["value_cache"])
+        for name in state_of(inputs):
+            binding.bind_ortvalue_output(name, values[STATE[name]])
         session.run_with_iobinding(binding)
         return output
+
+
+def state_of(inputs: Inputs) -> dict[str, np.ndarray]:
+    """Caches and scales by the outputs that continue them."""
+    found = {output: getattr(inputs, name) for output, name in STATE.items()}
+    return {name: array for name, array in found.items() if array is not None}
 
 
 def ort_value(array: np.ndarray) -> ort.OrtValue:

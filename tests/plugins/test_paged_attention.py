@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from plugins.paged_attention.reference import Attributes, Inputs, attention, unpacked, written_caches
+from plugins.paged_attention.reference import Attributes, Inputs, attention, quantized, unpacked, written
 
-from .conftest import Case, Operator, Sequence, cases
+from .conftest import STATE, Case, Operator, Sequence, cases, state_of
 
 TOLERANCE = 1e-5  # max|out - ref| / max|ref|
 # With bfloat16 operands. The kernel's FP32 scores now and then round a weight to the other of two neighbours, which
@@ -64,46 +64,52 @@ def in_bfloat16(inputs: Inputs, attributes: Attributes) -> np.ndarray:
     return np.repeat(many, new)
 
 
-def check_cache(after: np.ndarray, before: np.ndarray, expected: np.ndarray, slots: np.ndarray) -> None:
-    """Slots written within one rounding of the reference, all others bit for bit as they were."""
-    after, before, expected = (c.reshape(c.shape[0] * c.shape[1], *c.shape[2:]) for c in (after, before, expected))
-    written = np.zeros(len(after), bool)
-    written[slots[slots >= 0]] = True
-    assert after[~written].tobytes() == before[~written].tobytes()
-    # Rotation is done in FP32, so a value next to a rounding boundary may land on its other side.
-    spacing = {"float32": 2.0**-21, "float16": 2.0**-10, "bfloat16": 2.0**-7}[str(after.dtype)]
-    found, wanted = after[written].astype(np.float64), expected[written].astype(np.float64)
-    assert (np.abs(found - wanted) <= spacing * np.abs(wanted) + 1e-6).all()
+def check_caches(after: Inputs, before: Inputs, attributes: Attributes) -> None:
+    """Slots written within one rounding of the reference, all others bit for bit as they were; values exactly."""
+    expected = written(before, attributes)
+    slots = np.zeros(before.key_cache.shape[:2], bool)
+    slots.reshape(-1)[before.slot_mapping[before.slot_mapping >= 0]] = True
+    for name in (STATE[output] for output in state_of(before)):
+        found, untouched, wanted = (getattr(inputs, name) for inputs in (after, before, expected))
+        assert found[~slots].tobytes() == untouched[~slots].tobytes(), name
+        # Rotation is done in FP32, so a value next to a rounding boundary may land on its other side.
+        relative = {"float32": 2.0**-21, "float16": 2.0**-10, "bfloat16": 2.0**-7, "int8": 0}[str(found.dtype)]
+        absolute = 1 if found.dtype == np.int8 else 1e-6
+        a, b = found[slots].astype(np.float64), wanted[slots].astype(np.float64)
+        assert (np.abs(a - b) <= relative * np.abs(b) + absolute).all(), name
+    assert after.value_cache.tobytes() == expected.value_cache.tobytes(), "values are stored as they are, rounded once"
+    if before.v_scale is not None:
+        assert after.v_scale.tobytes() == expected.v_scale.tobytes()
+
+
+def own_state(inputs: Inputs) -> Inputs:
+    """The same with copies of caches and scales, for a call to write to."""
+    return replace(inputs, **{STATE[output]: array.copy() for output, array in state_of(inputs).items()})
 
 
 @SETTINGS
 @given(case=cases())
 def test_in_place_call_equals_reference(operator: Operator, isa: str, case: Case) -> None:
     before = case.inputs()
-    inputs = replace(before, key_cache=before.key_cache.copy(), value_cache=before.value_cache.copy())
+    inputs = own_state(before)
     output = operator.run_in_place(inputs, case.attributes)
     check_output(output, inputs, case.attributes)
-    keys, values = written_caches(before, case.attributes)
-    check_cache(inputs.key_cache, before.key_cache, keys, before.slot_mapping)
-    check_cache(inputs.value_cache, before.value_cache, values, before.slot_mapping)
-    assert inputs.value_cache.tobytes() == values.tobytes(), "values are stored as they are, rounded once"
+    check_caches(inputs, before, case.attributes)
 
 
 @settings(SETTINGS, max_examples=30)
 @given(case=cases())
 def test_plain_run_leaves_its_inputs_alone(operator: Operator, case: Case) -> None:
     inputs, untouched = case.inputs(), case.inputs()
-    output, keys, values = operator.run(inputs, case.attributes)
-    assert inputs.key_cache.tobytes() == untouched.key_cache.tobytes()
-    assert inputs.value_cache.tobytes() == untouched.value_cache.tobytes()
-    check_output(output, replace(inputs, key_cache=keys, value_cache=values), case.attributes)
-    expected = written_caches(inputs, case.attributes)
-    check_cache(keys, untouched.key_cache, expected[0], inputs.slot_mapping)
-    check_cache(values, untouched.value_cache, expected[1], inputs.slot_mapping)
+    output, after = operator.run(inputs, case.attributes)
+    for name, array in state_of(inputs).items():
+        assert array.tobytes() == state_of(untouched)[name].tobytes()
+    check_output(output, after, case.attributes)
+    check_caches(after, untouched, case.attributes)
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 7, 8, 31, 40, 65, 100, 144, 256])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
 def test_any_head_size(operator: Operator, isa: str, head_dim: int, dtype: str) -> None:
     case = replace(MIXED, head_dim=head_dim, rotary_dim=head_dim // 2 * 2, key_dtype=dtype, value_dtype=dtype)
     case = replace(case, attributes=replace(ATTRIBUTES, do_rotary=int(head_dim > 1)))
@@ -144,18 +150,41 @@ def test_every_stored_number_is_read_exactly(operator: Operator, isa: str, dtype
         np.testing.assert_array_equal(output[::tokens], stored)
 
 
+def test_int8_rows_round_as_the_reference_does(operator: Operator, isa: str) -> None:
+    """Ties, zeros, subnormals, the largest numbers, infinities and NaN, each row with its own scale."""
+    rng = np.random.default_rng(3)
+    value = rng.standard_normal((64, 64)).astype(np.float32) * 10.0 ** rng.integers(-45, 39, (64, 1)).astype(np.float32)
+    value[0], value[1], value[2] = 0, np.arange(64) - 32.5, np.finfo(np.float32).max
+    value[1, 0] = 127  # so that the scale is 1, and all others are ties
+    value[3, 5], value[4, 60] = np.nan, -np.inf
+    case = replace(MIXED, sequences=(Sequence(64, 0),), key_dtype="int8", value_dtype="int8")
+    case = replace(case, attributes=Attributes(num_heads=1, kv_num_heads=1))
+    inputs = replace(case.inputs(), value=value, key=value)
+    operator.run_in_place(inputs, case.attributes)
+    where = np.divmod(inputs.slot_mapping, 16)
+    levels, scales = quantized(value)
+    for cache, scale in ((inputs.key_cache, inputs.k_scale), (inputs.value_cache, inputs.v_scale)):
+        np.testing.assert_array_equal(cache[where][:, 0], levels)
+        np.testing.assert_array_equal(scale[where][:, 0], scales)
+    assert scales[0] == 0
+    assert np.isnan(scales[3:5]).all()
+
+
 @pytest.mark.parametrize("compute", [0, 1])
-def test_rows_that_see_nan_are_nan_and_no_others(operator: Operator, isa: str, compute: int) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_rows_that_see_nan_are_nan_and_no_others(operator: Operator, isa: str, compute: int, dtype: str) -> None:
     """A row depends only on positions that it attends to, even within one tile and one pair of bfloat16 numbers."""
     for new, past in ((3, 40), (150, 20), (151, 21)):
         for window in (-1, 9):
             attributes = replace(ATTRIBUTES, local_window_size=window, compute_dtype=compute)
             case = replace(MIXED, sequences=(Sequence(new, past, new),), attributes=attributes)
-            inputs = case.inputs()
+            inputs = replace(case, key_dtype=dtype, value_dtype=dtype).inputs()
             bad = past + new // 2
             block = inputs.block_table[0, bad // 16]
-            inputs.value_cache[block, bad % 16] = np.nan
-            inputs.key_cache[block, bad % 16] = np.nan
+            for array in (
+                (inputs.key_cache, inputs.value_cache) if dtype != "int8" else (inputs.k_scale, inputs.v_scale)
+            ):
+                array[block, bad % 16] = np.nan
             output = operator.run_in_place(inputs, attributes)
             position = past + np.arange(new)
             sees = (position >= bad) & ((position < bad + window) if window > 0 else True)
@@ -174,8 +203,12 @@ def test_large_scores_do_not_overflow(operator: Operator, isa: str) -> None:
 
 
 @pytest.mark.parametrize("compute", [0, 1])
-def test_a_sequence_gets_the_same_bits_alone_as_in_any_batch(operator: Operator, isa: str, compute: int) -> None:
-    inputs, attributes = MIXED.inputs(), replace(ATTRIBUTES, compute_dtype=compute)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_sequence_gets_the_same_bits_alone_as_in_any_batch(
+    operator: Operator, isa: str, compute: int, dtype: str
+) -> None:
+    inputs = replace(MIXED, key_dtype=dtype, value_dtype=dtype).inputs()
+    attributes = replace(ATTRIBUTES, compute_dtype=compute)
     together = operator.run(inputs, attributes)[0]
     for threads in (1, 3):
         assert operator.run(inputs, attributes, threads)[0].tobytes() == together.tobytes()
@@ -217,9 +250,9 @@ def test_bfloat16_weights_sum_to_one(operator: Operator, isa: str) -> None:
 def test_no_tokens_at_all(operator: Operator) -> None:
     case = replace(MIXED, sequences=(Sequence(0, 5), Sequence(0, 0)))
     inputs = case.inputs()
-    output, keys, _ = operator.run(inputs, ATTRIBUTES)
+    output, after = operator.run(inputs, ATTRIBUTES)
     assert output.shape == (0, 6 * 64)
-    assert keys.tobytes() == inputs.key_cache.tobytes()
+    assert after.key_cache.tobytes() == inputs.key_cache.tobytes()
 
 
 def test_sets_of_instructions_can_be_chosen(operator: Operator) -> None:
@@ -234,10 +267,10 @@ def test_packed_operands_give_the_same_bits(operator: Operator, isa: str, case: 
     """Query, key and value side by side in one tensor, as one projection yields them."""
     inputs = case.inputs()
     packed = replace(inputs, query=np.hstack([inputs.query, inputs.key, inputs.value]), key=None, value=None)
-    for found, expected in zip(
-        operator.run(packed, case.attributes), operator.run(inputs, case.attributes), strict=True
-    ):
-        assert found.tobytes() == expected.tobytes()
+    found, expected = operator.run(packed, case.attributes), operator.run(inputs, case.attributes)
+    assert found[0].tobytes() == expected[0].tobytes()
+    for name, array in state_of(found[1]).items():
+        assert array.tobytes() == state_of(expected[1])[name].tobytes()
     split = unpacked(packed, case.attributes)
     for name in ("query", "key", "value"):
         np.testing.assert_array_equal(getattr(split, name), getattr(inputs, name))

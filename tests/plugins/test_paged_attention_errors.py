@@ -23,6 +23,7 @@ CASE = Case(
     rotary_dim=32,
 )
 INPUTS = CASE.inputs()
+QUANTIZED = replace(CASE, key_dtype="int8", value_dtype="int8").inputs()
 BLOCKS = len(INPUTS.key_cache)
 
 
@@ -99,6 +100,18 @@ MALFORMED: dict[str, tuple[Inputs, str]] = {
     "empty blocks": (
         replace(INPUTS, key_cache=INPUTS.key_cache[:, :0].copy(), value_cache=INPUTS.value_cache[:, :0].copy()),
         "key_cache is empty",
+    ),
+    "scale without int8": (
+        replace(INPUTS, k_scale=np.ones(INPUTS.key_cache.shape[:3], np.float32)),
+        "k_scale is given, but key_cache is not int8: leave it out",
+    ),
+    "int8 without scale": (
+        replace(QUANTIZED, v_scale=None),
+        r"v_scale is missing: expected .blocks, block_size, kv_num_heads., because value_cache is int8",
+    ),
+    "scale shape": (
+        replace(QUANTIZED, k_scale=QUANTIZED.k_scale[..., :1].copy()),
+        r"k_scale has the wrong shape: found \[\d+, 16, 1\], expected \[\d+, 16, 2\]",
     ),
     "no cosines": (replace(INPUTS, cos_cache=None), "cos_cache is missing: expected .* do_rotary is 1"),
     "sines differ": (replace(INPUTS, sin_cache=INPUTS.sin_cache[:-1].copy()), "sin_cache has the wrong shape"),

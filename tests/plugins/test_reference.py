@@ -5,7 +5,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from plugins.paged_attention.reference import Attributes, Inputs, paged_attention
+from plugins.paged_attention.reference import Attributes, Inputs, attention, paged_attention, quantized, written
 
 
 @pytest.mark.parametrize("interleaved", [0, 1])
@@ -41,6 +41,44 @@ def test_reference_equals_group_query_attention_on_a_prompt(
     np.testing.assert_allclose(output, theirs[0], rtol=0, atol=3e-6)
     ours = keys[table[0, positions // block], positions % block].swapaxes(0, 1)
     np.testing.assert_allclose(ours, their_keys[0, :, :tokens], rtol=0, atol=2e-6)
+
+
+def test_quantized_rows_are_within_half_a_step() -> None:
+    rows = np.random.default_rng(1).standard_normal((40, 3, 64)).astype(np.float32)
+    levels, scales = quantized(rows)
+    assert levels.dtype == np.int8
+    assert (np.abs(levels).max(axis=-1) == 127).all()
+    assert (np.abs(levels * scales[..., None] - rows) <= scales[..., None] * 0.5001).all()
+
+
+def test_attention_over_int8_caches_equals_attention_over_what_they_stand_for() -> None:
+    rng = np.random.default_rng(2)
+    tokens, dim, block = 9, 16, 4
+    normal = rng.standard_normal((3, tokens, 2 * dim)).astype(np.float32)
+    caches = [np.zeros((3, block, 2, dim), np.int8) for _ in range(2)]
+    scales = [np.zeros((3, block, 2), np.float32) for _ in range(2)]
+    lengths = np.array([0, tokens], np.int32), np.array([0], np.int32)
+    table, slots = np.array([[2, 0, 1]], np.int32), np.array([8, 9, 10, 11, 0, 1, 2, 3, 4], np.int32)
+    inputs = Inputs(*normal, *caches, *lengths, table, slots, k_scale=scales[0], v_scale=scales[1])
+    attributes = Attributes(2, 2)
+    after = written(inputs, attributes)
+    assert not caches[0].any()
+    plain = Inputs(
+        *normal,
+        *(
+            c * s[..., None].astype(np.float64)
+            for c, s in ((after.key_cache, after.k_scale), (after.value_cache, after.v_scale))
+        ),
+        *lengths,
+        table,
+        slots,
+    )
+    np.testing.assert_allclose(attention(after, attributes), attention(plain, attributes), rtol=1e-12)
+    exact = paged_attention(
+        Inputs(*normal, *(np.zeros((3, block, 2, dim), np.float32) for _ in range(2)), *lengths, table, slots),
+        attributes,
+    )[0]
+    assert 1e-4 < np.abs(attention(after, attributes) - exact).max() < 5e-2
 
 
 def _group_query_attention(
