@@ -6,7 +6,7 @@ lost in quantising. Knows no graph.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -54,8 +54,10 @@ def awq_scales(
     """AWQ's factors (Lin et al., 2023): mean|x|^alpha with the alpha, of 20, that loses least, [depth] float32.
 
     `magnitudes` are mean magnitudes by channel. The loss is that of the outputs after rounding to nearest, by the
-    second `moments` [depth, depth], or by the magnitudes alone without them. `tied` as in `smoothing_scales`.
+    second `moments` [depth, depth], or by the magnitudes alone without them; clipping comes after. `tied` as in
+    `smoothing_scales`.
     """
+    whole = [replace(grid, clip=False) for grid in grids]
     weighting = np.square(magnitudes) if moments is None else moments
     best: ScaleSearch | None = None
     unscaled = 0.0
@@ -68,7 +70,7 @@ def awq_scales(
             np.mean(
                 [
                     output_error(weight, round_to_nearest(weight * column, grid).values / column, weighting)
-                    for weight, grid in zip(weights, grids, strict=True)
+                    for weight, grid in zip(weights, whole, strict=True)
                 ]
             )
         )

@@ -40,7 +40,7 @@ class DynamicInt8:
     """Implements `passes.base.Pass`. `moments` [depth, depth] by layer name are for GPTQ."""
 
     name = "dynamic_int8"
-    effect = Effect.PRECISION
+    effect = Effect.QUANTISES
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ def gptq(
     scales = np.empty((width, len(groups)), np.float32)
     zeros = np.zeros((width, len(groups)), np.float32)
     for columns in chunks(width):
-        part = weight[:, columns].astype(np.float64)
+        part = weight[:, columns].astype(np.float32)
         fixed = by_activation or not grid.group_size
         for group, rows in enumerate(groups if fixed else ()):
             scales[columns, group], zeros[columns, group] = fit(part[rows], grid)
@@ -73,23 +73,26 @@ def _energy(matrix: NDArray[np.float64], moments: NDArray[np.floating] | None) -
     return max(0.0, float(np.einsum("ij,ij->", matrix, weighted)))
 
 
-def _inverse_factor(moments: NDArray[np.float64], damping: float) -> NDArray[np.float64]:
-    """Upper triangular U with inverse(H) = U' U. Inputs that are always 0 are made independent of the others."""
+def _inverse_factor(moments: NDArray[np.float64], damping: float) -> NDArray[np.float32]:
+    """Upper triangular U with inverse(H) = U' U, computed in float64.
+
+    Inputs that are always 0 are made independent of the others.
+    """
     damped = moments.copy()
     diagonal = np.diag(damped).copy()
     added = damping * float(diagonal.mean()) or 1.0
     damped[np.diag_indices_from(damped)] = np.where(diagonal > 0, diagonal, 0) + added
-    return np.linalg.cholesky(np.linalg.inv(damped)).T
+    return np.ascontiguousarray(np.linalg.cholesky(np.linalg.inv(damped)).T, np.float32)
 
 
 def _round_block(
-    part: NDArray[np.float64],
+    part: NDArray[np.float32],
     rows: slice,
-    factor: NDArray[np.float64],
+    factor: NDArray[np.float32],
     scales: NDArray[np.floating],
     zeros: NDArray[np.floating],
     grid: Grid,
-) -> NDArray[np.float64]:
+) -> NDArray[np.float32]:
     """Round the `rows` of `part` in their order and let those below take over the errors; changes `part`."""
     block, integers = part[rows], np.empty_like(part[rows])
     errors = np.empty_like(block)

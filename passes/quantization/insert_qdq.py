@@ -69,7 +69,7 @@ class InsertQdq:
     """Implements `passes.base.Pass`. `moments` [depth, depth] by layer name are for GPTQ."""
 
     name = "insert_qdq"
-    effect = Effect.PRECISION
+    effect = Effect.QUANTISES
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class QuantizeWeights:
     """Implements `passes.base.Pass`. `moments` [depth, depth] by layer name are for GPTQ."""
 
     name = "quantize_weights"
-    effect = Effect.PRECISION
+    effect = Effect.QUANTISES
 
     def __init__(
         self,

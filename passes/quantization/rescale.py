@@ -5,7 +5,7 @@ makes it:
 
 1. a norm over the last axis: gamma / s, beta / s;
 2. a product with constant weights, with or without bias: its columns / s;
-3. a view that keeps the last dimension, a Relu, or a guard `Where(IsNaN(a), 0, a)`: what they read;
+3. a view that keeps the last dimension, a choice of rows, a Relu, or a guard `Where(IsNaN(a), 0, a)`: what they read;
 4. `a * b`, the end of SwiGLU, or kiln::SwiGlu(gate, up): up, or else the other one;
 5. attention: its values, of which heads that share them get the same factors.
 
@@ -33,6 +33,7 @@ from passes.pattern import (
     new_variable,
     only_consumer,
     producer,
+    rank_of,
     scalar_of,
     static_dim,
     values_of,
@@ -126,7 +127,7 @@ def source_of(scope: gs.Graph, tensor: gs.Tensor, width: int, rescaled: Rescaled
         raise Refusal(f"nothing computes '{tensor.name}' that could be scaled")
     if (node.domain, node.op) in _NORMS and node.outputs[0] is tensor:
         return _norm(node, tensor, width)
-    if is_op(node, *VIEWS, "Relu") or _is_guard(node):
+    if is_op(node, *VIEWS, "Relu") or _is_guard(node) or _chooses_rows(node):
         return _inner(scope, node.inputs[2 if node.op == "Where" else 0], width, node, rescaled)
     if is_op(node, "Mul") or is_op(node, SWIGLU.op_type, domain=SWIGLU.domain):
         return _gated(scope, node, width, rescaled)
@@ -168,6 +169,10 @@ def _is_guard(node: gs.Node) -> bool:
         return False
     test = producer(node.inputs[0], "IsNaN")
     return test is not None and test.inputs[0] is node.inputs[2] and scalar_of(node.inputs[1]) == 0
+
+
+def _chooses_rows(node: gs.Node) -> bool:
+    return is_op(node, "Gather") and node.attrs.get("axis", 0) == 0 and (rank_of(node.inputs[0]) or 0) > 1
 
 
 def _gated(scope: gs.Graph, node: gs.Node, width: int, rescaled: Rescaled) -> Source:

@@ -52,6 +52,16 @@ def chain(tools, kind: str) -> onnx.ModelProto:
             make("QuickGelu", ["gate"], ["act"], domain="com.microsoft", alpha=1.0),
             make("Mul", ["act", "up"], ["h"]),
         ],
+        "rows": [
+            make("Gemm", ["x", w, beta], ["p"], name="zero"),
+            make("Gather", ["p", weights.tensors.setdefault("i", rows()) and "i"], ["h"]),
+        ],
+        "kiln norm": [make("AddRmsNorm", ["x", "x", gamma], ["h"], domain="kiln", epsilon=1e-6)],
+        "kiln swiglu": [
+            make("MatMul", ["x", w], ["up"], name="up"),
+            make("MatMul", ["x", weights.normal("g", K, K)], ["gate"], name="gate"),
+            make("SwiGlu", ["gate", "up"], ["h"], domain="kiln"),
+        ],
         "residual": [
             make("SimplifiedLayerNormalization", ["x", gamma], ["n"], axis=-1),
             make("Add", ["x", "n"], ["h"]),
@@ -63,15 +73,19 @@ def chain(tools, kind: str) -> onnx.ModelProto:
         make("Add", ["y1", "y2"], ["y"]),
     ]
     model = tools.model([*nodes, *readers], weights, [5, K])
-    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    model.opset_import.extend(helper.make_opsetid(domain, 1) for domain in ("com.microsoft", "kiln"))
     return model
+
+
+def rows() -> onnx.TensorProto:
+    return onnx.numpy_helper.from_array(np.array([4, 0, 4], np.int64), "i")
 
 
 def shape() -> onnx.TensorProto:
     return onnx.numpy_helper.from_array(np.array([5, K], np.int64), "s")
 
 
-CHAINS = ("layer norm", "rms norm", "biased", "gemm", "relu", "swiglu")
+CHAINS = ("rows", "layer norm", "rms norm", "kiln norm", "biased", "gemm", "relu", "swiglu", "kiln swiglu")
 
 
 @pytest.mark.parametrize("kind", CHAINS)

@@ -103,6 +103,10 @@ def tiny(name: str) -> transformers.PreTrainedModel:
     return model.eval()
 
 
+LLAMA_PRODUCTS = (
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
 DECODERS = ("llama", "llama-scaled-rope", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "phi")
 
 
@@ -165,6 +169,13 @@ def test_names_and_shapes_are_the_documented_ones(saved, tmp_path):
     operators = [node for node in proto.graph.node if node.op_type == OP_TYPE]
     assert [node.domain for node in operators] == [EXPORT_DOMAIN] * 2
     assert {opset.domain for opset in proto.opset_import} == {"", EXPORT_DOMAIN}
+
+
+def test_products_are_named_after_their_modules(saved, tmp_path):
+    proto = exported(saved("llama")[1], tmp_path / "m.onnx")
+    names = [node.name for node in proto.graph.node if node.op_type == "MatMul"]
+    layers = [f"model.layers.{layer}.{name}" for layer in range(2) for name in LLAMA_PRODUCTS]
+    assert [name for name in names if not name.startswith("node_")] == [*layers, "lm_head"]
 
 
 def test_windows_softcap_and_scale_reach_the_operator(saved, tmp_path):
