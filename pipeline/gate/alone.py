@@ -14,6 +14,8 @@ from engines.backends.onnxruntime import CPU, session_from_file
 from passes.onnx_model import load_structure
 from passes.quantization.layers import Layer
 
+LEAN = {"session.disable_prepacking": "1"}
+"""Session configuration that leaves weights in their files' pages, which sessions share, instead of packed copies."""
 _GIVEN = "given/"
 """Of the names of inputs: one layer's input may be another one's output."""
 
@@ -24,7 +26,7 @@ def layers_alone(
     """Takes float32 activations by the name that they have in the graph, all that these layers read; gives the
     layers' outputs by name."""
     layers = list(layers)
-    session = session_from_file(path, CPU, (), threads, graph=_graph(path, layers))
+    session = session_from_file(path, CPU, (), threads, config=LEAN, graph=_graph(path, layers))
     outputs = [layer.output for layer in layers]
     activations = dict.fromkeys(layer.activation for layer in layers)
 

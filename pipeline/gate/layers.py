@@ -24,7 +24,7 @@ from engines.runtime.sequence import Sequence as RunningSequence
 from engines.runtime.sequence import blocks_for
 from passes.graph import graph_from_path
 from passes.quantization.layers import Layer, layers_of
-from pipeline.gate.alone import layers_alone
+from pipeline.gate.alone import LEAN, layers_alone
 from pipeline.gate.graphs import GraphFile, bound
 from pipeline.gate.metrics import ErrorSums
 from plugins.errors import KilnError
@@ -239,7 +239,7 @@ def _probing_decoder(
     assert graph.decoder is not None
     blocks = blocks_for(tokens, graph.decoder.kv.block_size)
     backend = OnnxRuntimeDecoder(
-        graph.path, graph.decoder.kv, blocks, plugins=graph.plugins, threads=threads, probes=probes
+        graph.path, graph.decoder.kv, blocks, plugins=graph.plugins, threads=threads, probes=probes, config=LEAN
     )
     try:
         yield backend
@@ -258,7 +258,8 @@ def _probed(backend: OnnxRuntimeDecoder, text: Sequence[int], chunk: int) -> Ite
 
 
 def _probing_model(graph: GraphFile, probes: Sequence[str], threads: int | None) -> Callable[[Tensors], Tensors]:
-    session = session_from_file(graph.path, CPU, graph.plugins, threads, graph=graph_with_probes(graph.path, probes))
+    proto = graph_with_probes(graph.path, probes)
+    session = session_from_file(graph.path, CPU, graph.plugins, threads, config=LEAN, graph=proto)
     outputs = [PREFIX + probe for probe in probes]
 
     def run(feeds: Tensors) -> Tensors:
