@@ -159,6 +159,24 @@ class ServingRecord(Record):
         return f"{settings} for {self.objective}{limits}; efficiency {falls} batch {self.knee}"
 
 
+class QuantizationRecord(Record):
+    """How the layers were quantised. Paths are those of files in the bundle."""
+
+    schemes: dict[str, int]
+    """Layers by scheme, those that stay float included."""
+    plan: str
+    table: str | None = None
+    data_sha256: str | None = None
+    """Of the data that the ranges were calibrated on."""
+    gate: str
+    """The gate's report."""
+    verdict: str
+
+    def sentence(self) -> str:
+        """For people."""
+        return f"{', '.join(f'{count} {name}' for name, count in self.schemes.items())}; {self.verdict}"
+
+
 class Manifest(Record):
     """`manifest.json`. `parent` is the identity of the bundle that this one was tuned from."""
 
@@ -180,4 +198,5 @@ class Manifest(Record):
     checks: tuple[CheckRecord, ...] = ()
     parent: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     serving: ServingRecord | None = None
+    quantization: QuantizationRecord | None = None
     files: dict[str, FileRecord]

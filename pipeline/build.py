@@ -18,12 +18,14 @@ from engines.manifest import (
     ModelRecord,
     PassRecord,
     PluginRecord,
+    QuantizationRecord,
     SkuRecord,
     TensorRecord,
 )
 from engines.sku import Sku, host_cpu_features, resolve_sku
 from passes.base import Effect
 from passes.onnx_model import OnnxModel, Tensor, external_files, load_structure, onnx_model_from_path
+from passes.standard import FLOAT_TABLE, TABLE
 from pipeline.check import check_against_torch, check_against_unoptimised
 from pipeline.config import BuildConfig
 from pipeline.export import export_model
@@ -179,25 +181,55 @@ def _build_for_sku(inputs: _Inputs, sku: Sku, path: Path, config: BuildConfig, p
             with progress.stage(f"{sku.name}: compile attention"):
                 plugins = (_copy_plugin(folder),)
             progress.detail(f"{plugins[0].operator} in {plugins[0].file}, ABI {plugins[0].abi_hash}")
-        with progress.stage(f"{sku.name}: graph passes"):
-            passes_config = OptimizeConfig(
-                config.passes, config.precision, config.io_layout, config.verify_passes, config.measure_passes
-            )
-            model, reports = optimize(inputs.onnx_model, folder / ENGINE, sku, passes_config, inputs.feeds)
-        for report in reports:
-            (progress.note if report.rolled_back else progress.detail)(f"{report.name}: {result_of(report)}")
-        passes = tuple(record_from_report(report) for report in reports)
-        with progress.stage(f"{sku.name}: check"):
-            changed = any(report.changed and report.effect is Effect.MODEL for report in reports)
-            check = _check(inputs, model, folder, plugins, changed)
-        progress.note(f"{check.name}: {check.sentence()}")
+        _save_tokenizer(inputs.torch_model, folder)
+        engine = _engine(inputs, sku, folder, [folder / plugin.file for plugin in plugins], config, progress)
         with progress.stage(f"{sku.name}: digests"):
-            _save_tokenizer(inputs.torch_model, folder)
-            return _manifest(inputs, model, sku, config, folder, plugins, passes, check)
+            return _manifest(inputs, engine, sku, config, folder, plugins)
 
     bundle = write_bundle(path, fill)
     progress.note(f"wrote {bundle.path}")
     return bundle
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """The graph that is published, and what was found out about it."""
+
+    model: OnnxModel
+    passes: tuple[PassRecord, ...]
+    check: CheckRecord
+    quantization: QuantizationRecord | None = None
+
+
+def _engine(
+    inputs: _Inputs, sku: Sku, folder: Path, libraries: list[Path], config: BuildConfig, progress: Progress
+) -> _Engine:
+    """Write the engine. What is quantised is checked before that, as float, and judged by the gate after it."""
+    passes = OptimizeConfig(
+        config.passes, config.precision, config.io_layout, config.verify_passes, config.measure_passes
+    )
+    quantize = config.quantize
+    target, table = (folder / ENGINE, TABLE) if quantize is None else (folder / "float" / ENGINE, FLOAT_TABLE)
+    target.parent.mkdir(exist_ok=True)
+    with progress.stage(f"{sku.name}: graph passes"):
+        model, reports = optimize(inputs.onnx_model, target, sku, passes, inputs.feeds, table=table)
+    for report in reports:
+        (progress.note if report.rolled_back else progress.detail)(f"{report.name}: {result_of(report)}")
+    with progress.stage(f"{sku.name}: check"):
+        changed = any(report.changed and report.effect is Effect.MODEL for report in reports)
+        check = _check(inputs, model, libraries, changed)
+    progress.note(f"{check.name}: {check.sentence()}")
+    record = None
+    if quantize is not None:
+        from pipeline.quantize.building import quantised_engine
+
+        tokenizer = folder / TOKENIZER
+        model, more, record = quantised_engine(
+            model, folder / ENGINE, sku, passes, quantize, libraries, tokenizer, inputs.feeds, progress
+        )
+        reports = (*reports, *more)
+        shutil.rmtree(target.parent)
+    return _Engine(model, tuple(record_from_report(report) for report in reports), check, record)
 
 
 def _copy_plugin(folder: Path) -> PluginRecord:
@@ -212,10 +244,7 @@ def _save_tokenizer(model: TorchModel | None, folder: Path) -> None:
         model.tokenizer.save_pretrained(folder / TOKENIZER)
 
 
-def _check(
-    inputs: _Inputs, model: OnnxModel, folder: Path, plugins: Sequence[PluginRecord], changed: bool
-) -> CheckRecord:
-    libraries = [folder / plugin.file for plugin in plugins]
+def _check(inputs: _Inputs, model: OnnxModel, libraries: list[Path], changed: bool) -> CheckRecord:
     if inputs.torch_model is not None:
         return check_against_torch(inputs.torch_model, model.path, model.decoder, libraries, changed)
     return check_against_unoptimised(inputs.onnx_model, model.path, libraries, inputs.feeds, changed)
@@ -223,15 +252,13 @@ def _check(
 
 def _manifest(
     inputs: _Inputs,
-    model: OnnxModel,
+    engine: _Engine,
     sku: Sku,
     config: BuildConfig,
     folder: Path,
     plugins: tuple[PluginRecord, ...],
-    passes: tuple[PassRecord, ...],
-    check: CheckRecord,
 ) -> Manifest:
-    torch_model = inputs.torch_model
+    torch_model, model = inputs.torch_model, engine.model
     return Manifest(
         kiln_version=version(DISTRIBUTION),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -251,8 +278,9 @@ def _manifest(
         outputs=tuple(_record(tensor) for tensor in model.outputs),
         decoder=model.decoder,
         plugins=plugins,
-        passes=passes,
-        checks=(check,),
+        passes=engine.passes,
+        checks=(engine.check,),
+        quantization=engine.quantization,
         files=file_records(folder),
     )
 

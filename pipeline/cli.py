@@ -1,7 +1,8 @@
 """The command line: `build-engine`, and the `kiln` group.
 
 Commands parse options, call one function of the pipeline and print. Results go to standard output,
-progress to standard error. Exit codes: 0 done, 1 a comparison beyond its tolerance, 2 bad input, 130 interrupted.
+progress to standard error. Exit codes: 0 done, 1 a comparison beyond its tolerance, 2 bad input, 3 an engine that the
+accuracy gate refused, 130 interrupted.
 """
 
 import json
@@ -26,14 +27,16 @@ from pipeline.cli_capi import capi_group
 from pipeline.cli_compare import compare_command
 from pipeline.cli_load import load_command
 from pipeline.cli_optimize import optimize_command, pass_options, switches_from_options
+from pipeline.cli_quantize import quantize_from_options, quantize_options
 from pipeline.cli_run import run_bundle_command
 from pipeline.cli_serve import serve_command
 from pipeline.cli_tune import tune_command
 from pipeline.config import PRECISIONS, BuildConfig
 from pipeline.forecast import size
+from pipeline.gate.report import GateFailedError, tables_from_report
 from pipeline.progress import Progress
 from plugins.errors import KilnError
-from plugins.paged_attention.schema import CACHE_ITEMSIZE
+from plugins.paged_attention.schema import EXPORT_DTYPES
 
 DEFAULTS = BuildConfig()
 
@@ -50,6 +53,10 @@ def run_command(command: click.Command) -> None:
     except click.ClickException as error:
         error.show()
         code = error.exit_code
+    except GateFailedError as error:
+        Console(file=sys.stderr, highlight=False).print(tables_from_report(error.report))
+        print(f"error: {error}; nothing was published", file=sys.stderr)
+        code = 3
     except KilnError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
@@ -79,7 +86,7 @@ def run_command(command: click.Command) -> None:
 @click.option("--precision", type=click.Choice(PRECISIONS), default=DEFAULTS.precision, show_default=True)
 @click.option(
     "--kv-dtype",
-    type=click.Choice(tuple(CACHE_ITEMSIZE)),
+    type=click.Choice(EXPORT_DTYPES),
     default=DEFAULTS.kv_dtype,
     show_default=True,
     help="Storage type of the KV cache; 16 bits halve its memory and round keys and values.",
@@ -92,6 +99,7 @@ def run_command(command: click.Command) -> None:
     help="The bundle's folder; with several SKUs the folder that gets one bundle each.  [default: bundles/NAME-SKU]",
 )
 @pass_options
+@quantize_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 @click.option("--verbose", is_flag=True, help="Show details of every stage, and warnings.")
 @click.version_option(package_name="kiln-engine")
@@ -117,7 +125,9 @@ def build_engine_command(
 
     if not verbose:
         warnings.simplefilter("ignore")
+    quantize = quantize_from_options(build_options)
     config = BuildConfig(
+        quantize=quantize,
         **build_options,
         passes=switches_from_options(only, enable, disable, options),
         verify_passes=verify,
@@ -208,13 +218,16 @@ def _bundle_table(bundle: EngineBundle) -> Table:
         rows["parent"] = manifest.parent
     if manifest.serving is not None:
         rows["serving"] = manifest.serving.sentence()
+    if manifest.quantization is not None:
+        rows["quantised"] = manifest.quantization.sentence()
     if manifest.decoder is not None:
         kv = manifest.decoder.kv
+        types = " and ".join(dict.fromkeys(kv.dtypes))
         rows["KV cache"] = (
-            f"{len(kv.layers)} layers, {kv.dtype}, blocks of {kv.block_size}, {size(kv.bytes_per_token)} per token"
+            f"{len(kv.layers)} layers, {types}, blocks of {kv.block_size}, {size(kv.bytes_per_token)} per token"
         )
         rows["context"] = f"{manifest.decoder.max_context} tokens, vocabulary {manifest.decoder.vocab_size}"
-    caches = ("key_cache", "value_cache")
+    caches = ("key_cache", "value_cache", "key_scale", "value_scale")
     for title, tensors in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
         rows[title] = "\n".join(
             f"{tensor.name} {tensor.dtype} [{', '.join(map(str, tensor.shape))}]"

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from passes.standard import IoLayout, PassSwitches, PassTarget, standard_passes
+from pipeline.quantize.config import QuantizeConfig
 from plugins.errors import KilnError
-from plugins.paged_attention.schema import CACHE_ITEMSIZE, CacheDtype
+from plugins.paged_attention.schema import EXPORT_DTYPES, CacheDtype
 
 Precision = Literal["fp32"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
@@ -26,11 +27,12 @@ class BuildConfig:
     verify_passes: bool = True
     measure_passes: bool = False
     inputs: Path | None = None
+    quantize: QuantizeConfig | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (
             ("precision", self.precision, PRECISIONS),
-            ("kv_dtype", self.kv_dtype, CACHE_ITEMSIZE),
+            ("kv_dtype", self.kv_dtype, EXPORT_DTYPES),
         ):
             if value not in known:
                 raise KilnError(f"{name} is {value!r}; expected one of {', '.join(known)}")

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engines.sku import Sku
+from passes.base import Pass
 from passes.manager import PassReport, run_passes
 from passes.onnx_model import OnnxModel
-from passes.standard import Backend, IoLayout, PassSwitches, PassTarget, Precision, standard_passes
+from passes.standard import TABLE, Backend, Entry, IoLayout, PassSwitches, PassTarget, Precision, standard_passes
 from pipeline.verify import LONG, Feeds, NumericGate, StepClock
 from plugins.build import cpu_library
 from plugins.errors import KilnError
@@ -36,8 +37,12 @@ def optimize(
     config: OptimizeConfig = OptimizeConfig(),
     inputs: Sequence[Feeds] | None = None,
     observe: Callable[[PassReport], None] = lambda report: None,
+    table: Sequence[Entry] = TABLE,
+    first: Sequence[Pass] = (),
 ) -> tuple[OnnxModel, tuple[PassReport, ...]]:
     """Rewrite the graph into `target`. `inputs` replaces the generated inputs of a model without a KV cache.
+
+    The passes are `first` and then those of `table`.
 
     Graphs for GPUs are judged on this machine's CPU, which has all of their operators.
     Raises KilnError for a model that is not sound, an unknown pass, or a model that cannot be run here.
@@ -51,19 +56,23 @@ def optimize(
         if config.verify or config.precision != "fp32"
         else None
     )
-    pass_target = PassTarget(
+    return run_passes(
+        model,
+        target,
+        [*first, *standard_passes(target_for(model, sku, config, gate), config.switches, table)],
+        gate=gate if config.verify else None,
+        noise=gate.noise if gate else None,
+        clock=StepClock(model, plugins, gate.inputs if gate else inputs, config.threads) if config.measure else None,
+        observe=observe,
+    )
+
+
+def target_for(model: OnnxModel, sku: Sku, config: OptimizeConfig, gate: NumericGate | None = None) -> PassTarget:
+    """What decides which passes a model gets for a machine type."""
+    return PassTarget(
         backend=_BACKENDS[sku.provider],
         decoder=model.decoder,
         precision=config.precision,
         io_layout=config.io_layout,
         measure_ranges=gate.ranges if gate else None,
-    )
-    return run_passes(
-        model,
-        target,
-        standard_passes(pass_target, config.switches),
-        gate=gate if config.verify else None,
-        noise=gate.noise if gate else None,
-        clock=StepClock(model, plugins, gate.inputs if gate else inputs, config.threads) if config.measure else None,
-        observe=observe,
     )

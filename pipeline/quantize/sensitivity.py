@@ -6,14 +6,13 @@ goes on where it stopped and a second one measures nothing again.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from passes.quantization.plan import LayerPlan, PrecisionPlan
-from pipeline.progress import Progress
 from pipeline.quantize.candidates import Rewrites, candidate
 from pipeline.quantize.judge import Difference, Judge, Stratum
 from plugins.errors import KilnError
@@ -72,11 +71,12 @@ def measure_sensitivity(
     judge: Judge,
     context: str,
     findings: Findings,
-    progress: Progress,
+    update: Callable[[str], None] = lambda text: None,
 ) -> list[Finding]:
     """Every layer alone with each of its plans, in order.
 
-    `context` stands for what else a finding depends on: the judge's data, calibration, target and versions.
+    `context` stands for what else a finding depends on: the judge's data, calibration, target and versions. `update`
+    hears how far it is.
     """
     wanted = [(layer, plan) for layer, choices in plans.items() for plan in choices]
     found = []
@@ -86,8 +86,8 @@ def measure_sensitivity(
         if finding is None:
             finding = _measured(reference, model_sha256, layer, plan, rewrites, judge, key)
             findings.add(finding)
-            progress.detail(f"{number} of {len(wanted)}: {layer} as {plan.scheme}: {_in_words(finding)}")
         found.append(finding)
+        update(f"{number} of {len(wanted)}: {layer} as {plan.scheme}, {_in_words(finding)}")
     return found
 
 
