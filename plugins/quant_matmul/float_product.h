@@ -41,8 +41,8 @@ struct FloatDepth {
 
 // The product of kRows rows with kPanels panels, widened on the way.
 template <int kBits, int kPanels, int kRows>
-static void multiply_stream(const float* x, int64_t stride, const uint8_t* weights, const FloatDepth& depth,
-                            const Target& target) {
+static void multiply_stream(const float* x, int64_t stride, const uint8_t* weights, const FloatDepth depth,
+                            const Target target) {
   constexpr int kVecs = kPanels * kPanelVecs, kPerVector = 8 / kBits;
   const int64_t vectors = depth.panel_bytes / kVectorBytes;
   for (int64_t g = 0; g < depth.groups; g++) {
@@ -108,8 +108,8 @@ struct Part {
 };
 
 template <int kPanels, int kRows>
-static void multiply_tile(const float* x, int64_t stride, const float* tile, const Part& part, float* waiting,
-                          const Target& target) {
+static void multiply_tile(const float* x, int64_t stride, const float* tile, const Part part, float* waiting,
+                          const Target target) {
   constexpr int kVecs = kPanels * kPanelVecs, kTileWidth = kPanels * kPanel;
   Vec sums[kRows][kVecs];
 #pragma GCC unroll 16
@@ -137,8 +137,8 @@ static void multiply_tile(const float* x, int64_t stride, const float* tile, con
 // Both kinds of register block for 1 .. kRows rows.
 template <int kBits, int kPanels, int kRows>
 struct FloatBlocks {
-  void (*stream[kRows + 1])(const float*, int64_t, const uint8_t*, const FloatDepth&, const Target&);
-  void (*tile[kRows + 1])(const float*, int64_t, const float*, const Part&, float*, const Target&);
+  void (*stream[kRows + 1])(const float*, int64_t, const uint8_t*, FloatDepth, Target);
+  void (*tile[kRows + 1])(const float*, int64_t, const float*, Part, float*, Target);
   constexpr FloatBlocks() : stream(), tile() { fill<kRows>(); }
   template <int kCount>
   constexpr void fill() {

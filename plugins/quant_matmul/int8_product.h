@@ -37,11 +37,16 @@ struct Depth {
   int64_t panel_bytes;
 };
 
-// The product of kRows rows with kPanels panels.
+// The product of kRows rows with kPanels panels. Descriptions come by value: the compiler knows then that no result is
+// stored over them.
 template <int kBits, int kRows, int kPanels>
-static void multiply_block(const Int8Rows& rows, const uint8_t* weights, const Depth& depth, const Target& target) {
+static void multiply_block(const Int8Rows rows, const uint8_t* weights, const Depth depth, const Target target) {
   constexpr int kVecs = kPanels * kPanelVecs, kPerVector = 8 / kBits;
   constexpr int64_t ahead = kPanels > 1 ? kAheadInTile : kAhead;
+#pragma GCC unroll 16  // the results' lines arrive while the sums are made: 10 % where they are not in the second cache
+  for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+    for (int p = 0; p < kPanels; p++) __builtin_prefetch(target.y + r * target.stride + p * kPanel, 1);
   for (int64_t g = 0; g < depth.groups; g++) {
     IntVec sums[kRows][kVecs];
 #pragma GCC unroll 16
@@ -82,7 +87,7 @@ static void multiply_block(const Int8Rows& rows, const uint8_t* weights, const D
   }
 }
 
-typedef void (*MultiplyBlock)(const Int8Rows&, const uint8_t*, const Depth&, const Target&);
+typedef void (*MultiplyBlock)(Int8Rows, const uint8_t*, Depth, Target);
 
 // multiply_block for 1 .. kRows rows.
 template <int kBits, int kPanels, int kRows>

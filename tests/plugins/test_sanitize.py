@@ -60,7 +60,9 @@ def test_sanitizer_is_at_work() -> None:
     assert b"__asan_report_load4" in build.sanitized_cpu_library().read_bytes()
 
 
-@pytest.mark.parametrize("tests", ["test_paged_attention.py", "test_paged_attention_errors.py", "test_elementwise.py", *QUANTISED])
+@pytest.mark.parametrize(
+    "tests", ["test_paged_attention.py", "test_paged_attention_errors.py", "test_elementwise.py", *QUANTISED]
+)
 def test_kernel_stays_inside_its_buffers(tests: str) -> None:
     found = python(RUN_TESTS, f"tests/plugins/{tests}")
     assert "AddressSanitizer" not in found.stderr, found.stderr[:8000]
