@@ -32,6 +32,7 @@ from passes.merge_duplicates import MergeDuplicates
 from passes.onnx_model import DecoderSpec
 from passes.pack_matmuls import PackMatMuls
 from passes.prune import PruneStructure
+from passes.quantize_cache import QuantizeCache
 from passes.remove_no_ops import RemoveNoOps
 from passes.remove_unused import RemoveUnused
 from passes.reparameterize import Reparameterize
@@ -154,6 +155,7 @@ FLOAT_TABLE: tuple[Entry, ...] = (
 
 BINDING_TABLE: tuple[Entry, ...] = (
     Entry(AttentionPrecision, default=_never),
+    Entry(QuantizeCache, default=_never, options=lambda target: {"decoder": target.decoder}),
     Entry(FuseQdq, default=lambda target: target.backend == "cpu"),
     Entry(LayoutNhwc, options=lambda target: {"target": _LAYOUTS[target.backend]}),
     Entry(SinkTransposes),

@@ -31,6 +31,7 @@ LIMITS: dict[CacheDtype, tuple[float, str]] = {
     "float32": (1e-4, "FP32 sums in another order over a deep network"),
     "float16": (1e-2, "keys and values rounded to 10 bits of mantissa in the cache"),
     "bfloat16": (5e-2, "keys and values rounded to 7 bits of mantissa in the cache"),
+    "int8": (1e-1, "keys or values rounded to 127 levels of each head's largest in the cache"),
 }
 """By type of the KV cache: the largest max|engine - reference| / max|reference| allowed, and why."""
 _SAMPLES = 3

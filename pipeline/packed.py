@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from engines.backends.base import StepInputs
 from engines.backends.onnxruntime import OnnxRuntimeDecoder
 from passes.onnx_model import DecoderSpec
-from plugins.paged_attention.schema import cache_names
 
 
 def packed_logits(
@@ -72,8 +71,9 @@ def decoder_feeds(decoder: DecoderSpec, tokens: int = 512) -> list[dict[str, NDA
     inputs = step_inputs_of_prompt(min(tokens, decoder.max_context), decoder)
     feeds: dict[str, NDArray] = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     for layer in range(len(decoder.kv.layers)):
-        shape = decoder.kv.cache_shape(layer, inputs.block_table.size)
-        feeds |= {name: np.zeros(shape, np.dtype(decoder.kv.dtype)) for name in cache_names(layer)}
+        for tensor in decoder.kv.tensors(layer):
+            shape = decoder.kv.tensor_shape(tensor, inputs.block_table.size)
+            feeds[tensor.name] = np.zeros(shape, np.dtype(tensor.dtype))
     return [feeds]
 
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from engines.backends.onnxruntime import ALTERNATING, OnnxRuntimeDecoder, OnnxRuntimeModel
 from passes.manager import CannotJudge, Errors, Timing
-from passes.onnx_model import DecoderSpec, OnnxModel, load_structure
+from passes.onnx_model import DecoderSpec, OnnxModel, decoder_from_structure, load_structure
 from pipeline.compare.inputs import InputSpec, input_specs_from_graph, sample_of_sizes, samples_from_inputs
 from pipeline.compare.onnx_subject import bound_graph
 from pipeline.io_layout import from_model, original_specs, permutations_from_path, to_model
@@ -89,9 +90,10 @@ class NumericGate:
     def _run(self, path: Path, optimized: bool = False) -> list[Outputs]:
         if self.decoder is None:
             return run_plain(path, self.plugins, self.inputs, optimized=optimized)
+        decoder = _with_cache_of(path, self.decoder)
         with tempfile.TemporaryDirectory(prefix="kiln-gate-") as folder:
             bound = bound_graph(path, Path(folder))
-            return _decoder_outputs(bound, self.decoder, self.plugins, self.long_tokens, optimized)
+            return _decoder_outputs(bound, decoder, self.plugins, self.long_tokens, optimized)
 
 
 class StepClock:
@@ -138,13 +140,19 @@ class StepClock:
         inputs = step_inputs_of_prompt(tokens, self.decoder)
         decoder = OnnxRuntimeDecoder(
             bound_graph(path, folder),
-            self.decoder.kv,
+            _with_cache_of(path, self.decoder).kv,
             inputs.block_table.size,
             plugins=self.plugins,
             threads=self.threads,
             config=ALTERNATING,
         )
         return lambda: decoder.step(inputs)
+
+
+def _with_cache_of(path: Path, decoder: DecoderSpec) -> DecoderSpec:
+    """`decoder` with the cache that the graph at `path` has: a pass may change its types."""
+    own = decoder_from_structure(path, load_structure(path))
+    return decoder if own is None else replace(decoder, kv=own.kv)
 
 
 def errors_between(before: Sequence[Outputs], after: Sequence[Outputs]) -> Errors:

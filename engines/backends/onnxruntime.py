@@ -19,7 +19,7 @@ from engines.backends.window import graph_with_window
 from engines.runtime.info import TensorInfo
 from engines.sku import host_memory
 from plugins.errors import KilnError
-from plugins.paged_attention.schema import CACHE_ITEMSIZE, LOGITS, STEP_INPUTS, KvSpec, cache_names, cache_output_names
+from plugins.paged_attention.schema import CACHE_ITEMSIZE, LOGITS, STEP_INPUTS, CacheDtype, KvSpec
 
 CPU = "CPUExecutionProvider"
 
@@ -31,7 +31,7 @@ _SLOWER_ON_CPU = ["SkipLayerNormFusion", "BiasGeluFusion"]
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _ALIGNMENT = 64
 """Cache line, and one AVX-512 register."""
-_ONNX_TYPE = {"float32": 1, "float16": 10, "bfloat16": 16}
+_ONNX_TYPE = {"float32": 1, "int8": 3, "float16": 10, "bfloat16": 16}
 _NUMPY_TYPE = {
     "tensor(float)": "float32",
     "tensor(double)": "float64",
@@ -162,18 +162,18 @@ class OnnxRuntimeDecoder:
         """Allocate every cache and bind it as input and as output."""
         caches = {}
         for layer in range(len(self.kv.layers)):
-            shape = self.kv.cache_shape(layer, self.num_blocks)
-            for source, target in zip(cache_names(layer), cache_output_names(layer), strict=True):
+            for tensor in self.kv.tensors(layer):
+                shape = self.kv.tensor_shape(tensor, self.num_blocks)
                 try:
-                    self._arrays[source], value = _zeroed(shape, self.kv.dtype)
-                    caches[source] = value
+                    self._arrays[tensor.name], value = _zeroed(shape, tensor.dtype)
+                    caches[tensor.name] = value
                 except MemoryError as error:
                     size = self.num_blocks * self.kv.bytes_per_block / 2**30
                     raise KilnError(
                         f"the system refuses {size:.2f} GiB for {self.num_blocks} cache blocks; lower kv_blocks"
                     ) from error
-                self._binding.bind_ortvalue_input(source, value)
-                self._binding.bind_ortvalue_output(target, value)
+                self._binding.bind_ortvalue_input(tensor.name, value)
+                self._binding.bind_ortvalue_output(tensor.output_name, value)
         return caches
 
 
@@ -339,8 +339,8 @@ def _check_serving_graph(engine: Path, session: Any, kv: KvSpec, probes: Sequenc
     """Compare the graph's inputs and outputs with the schema and the cache layout."""
     inputs = {node.name: node for node in session.get_inputs()}
     outputs = {node.name: node for node in session.get_outputs()}
-    caches = {name: layer for layer in range(len(kv.layers)) for name in cache_names(layer)}
-    aliases = {name for layer in range(len(kv.layers)) for name in cache_output_names(layer)}
+    caches = {tensor.name: tensor for layer in range(len(kv.layers)) for tensor in kv.tensors(layer)}
+    aliases = {tensor.output_name for tensor in caches.values()}
     for kind, found, expected in (
         ("inputs", set(inputs), {*STEP_INPUTS, *caches}),
         ("outputs", set(outputs), {LOGITS, *aliases, *(PREFIX + probe for probe in probes)}),
@@ -351,15 +351,15 @@ def _check_serving_graph(engine: Path, session: Any, kv: KvSpec, probes: Sequenc
                 f"{engine} is not a serving graph for a cache of {len(kv.layers)} layers: among its {kind} it lacks "
                 f"{', '.join(lacks) or 'nothing'} and has {', '.join(has) or 'nothing'} besides; rebuild it"
             )
-    for name, layer in caches.items():
-        shape = (None, *kv.cache_shape(layer, 1)[1:])
+    for name, cache in caches.items():
+        shape = (None, *kv.tensor_shape(cache, 1)[1:])
         found_shape = inputs[name].shape
         dtype = {"tensor(float)": "float32"}.get(inputs[name].type, inputs[name].type.removeprefix("tensor(")[:-1])
-        fits = len(found_shape) == 4 and all(
+        fits = len(found_shape) == len(shape) and all(
             not isinstance(have, int) or want in (None, have) for want, have in zip(shape, found_shape, strict=True)
         )
-        if dtype != kv.dtype or not fits:
-            wanted = f"{kv.dtype} [blocks, {', '.join(map(str, shape[1:]))}]"
+        if dtype != cache.dtype or not fits:
+            wanted = f"{cache.dtype} [blocks, {', '.join(map(str, shape[1:]))}]"
             raise KilnError(f"{engine}: {name} is {dtype} {found_shape}; the cache layout says {wanted}: rebuild it")
     logits = outputs[LOGITS]
     if len(logits.shape) != 2 or not isinstance(logits.shape[1], int) or logits.type != "tensor(float)":
@@ -369,16 +369,16 @@ def _check_serving_graph(engine: Path, session: Any, kv: KvSpec, probes: Sequenc
         )
 
 
-def _zeroed(shape: tuple[int, ...], dtype: str) -> tuple[NDArray, Any]:
+def _zeroed(shape: tuple[int, ...], dtype: CacheDtype) -> tuple[NDArray, Any]:
     """A zeroed, aligned array (16-bit floats as uint16) and the OrtValue over it.
 
     The system commits its pages when they are first written.
     """
     import onnxruntime
 
-    itemsize = CACHE_ITEMSIZE[dtype]  # type: ignore[index]
+    itemsize = CACHE_ITEMSIZE[dtype]
     size = int(np.prod(shape)) * itemsize
     raw = np.zeros(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
-    array = raw[start : start + size].view({4: np.float32, 2: np.uint16}[itemsize]).reshape(shape)
+    array = raw[start : start + size].view({4: np.float32, 2: np.uint16, 1: np.int8}[itemsize]).reshape(shape)
     return array, onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPE[dtype])

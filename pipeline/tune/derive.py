@@ -18,7 +18,7 @@ from passes.manager import link_or_copy
 from passes.onnx_model import DECODER_METADATA, DecoderSpec, load_structure
 from pipeline.check import check_against_parent
 from plugins.errors import KilnError
-from plugins.paged_attention.schema import OP_TYPE, cache_names, cache_output_names
+from plugins.paged_attention.schema import OP_TYPE
 
 if TYPE_CHECKING:
     import onnx
@@ -133,8 +133,8 @@ def write_graph_with_block_size(source: Path, target: Path, decoder: DecoderSpec
 
 
 def _cache_tensors(decoder: DecoderSpec) -> set[str]:
-    layers = range(len(decoder.kv.layers))
-    return {name for layer in layers for name in (*cache_names(layer), *cache_output_names(layer))}
+    tensors = [tensor for layer in range(len(decoder.kv.layers)) for tensor in decoder.kv.tensors(layer)]
+    return {name for tensor in tensors for name in (tensor.name, tensor.output_name)}
 
 
 def _resize(value: "onnx.ValueInfoProto", block_size: int) -> None:

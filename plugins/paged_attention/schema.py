@@ -107,6 +107,8 @@ class KvLayer:
 class CacheTensor:
     """A tensor of one layer's cache: graph input `name`, updated in place as output `output_name`."""
 
+    operand: str
+    """The operator's input that takes it; its output is called so too, with _out."""
     name: str
     output_name: str
     dtype: CacheDtype
@@ -152,13 +154,14 @@ class KvSpec:
     def tensors(self, layer: int) -> tuple[CacheTensor, ...]:
         """Keys, values, and the scales of those that are int8."""
         geometry = self.layers[layer]
-        named = [*zip(cache_names(layer), cache_output_names(layer), self.dtypes, strict=True)]
-        scales = [*zip(scale_names(layer), scale_output_names(layer), self.dtypes, strict=True)]
+        row, heads = (geometry.kv_heads, geometry.head_dim), (geometry.kv_heads,)
+        caches = zip(("key_cache", "value_cache"), cache_names(layer), cache_output_names(layer), strict=True)
+        scales = zip(("k_scale", "v_scale"), scale_names(layer), scale_output_names(layer), strict=True)
         return (
-            *(CacheTensor(*found, (geometry.kv_heads, geometry.head_dim)) for found in named),
+            *(CacheTensor(*names, dtype, row) for names, dtype in zip(caches, self.dtypes, strict=True)),
             *(
-                CacheTensor(name, output, "float32", (geometry.kv_heads,))
-                for name, output, dtype in scales
+                CacheTensor(*names, "float32", heads)
+                for names, dtype in zip(scales, self.dtypes, strict=True)
                 if dtype == "int8"
             ),
         )
