@@ -30,7 +30,8 @@ from plugins.errors import KilnError
 class ScaleForAwq:
     """Implements `passes.base.Pass`.
 
-    Mean magnitudes are read off `moments`, by layer name [depth, depth], else taken from the table's largest ones.
+    Mean magnitudes are the table's; without them, roots of the mean squares in `moments` [depth, depth], by layer name;
+    without those the table's largest magnitudes.
     """
 
     name = "scale_for_awq"
@@ -92,9 +93,10 @@ class ScaleForAwq:
             return None
 
     def _magnitudes(self, layer: Layer, moments: NDArray | None) -> NDArray:
-        if moments is not None:
+        found = self.table.tensors.get(layer.activation) if self.table else None
+        magnitudes = np.array(found.mean_magnitudes or found.channel_magnitudes if found else ())
+        if moments is not None and not (found and found.mean_magnitudes):
             return np.sqrt(np.diag(moments))
-        magnitudes = np.array(self.table.of(layer.activation).channel_magnitudes) if self.table else np.empty(0)
         if magnitudes.shape != (layer.depth,):
             raise KilnError(
                 f"layer {layer.name} is planned with AWQ, which needs its input's second moments or the magnitudes of "

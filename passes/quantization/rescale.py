@@ -194,7 +194,7 @@ def _attention(scope: gs.Graph, node: gs.Node, width: int, rescaled: Rescaled) -
     is_packed = node.op == paged.OP_TYPE and input_of(node, 2) is None
     values = input_of(node, 0 if is_packed else 2)
     bias = input_of(node, 3) if node.op != paged.OP_TYPE else None
-    if values is None or width % heads or bias is not None or _has_fixed_value_scale(node):
+    if values is None or width % heads or bias is not None:
         raise Refusal(f"the attention '{node.name}' has values that cannot be scaled")
     size = width // heads
     kept = kv_heads * size
@@ -215,12 +215,6 @@ def _attention(scope: gs.Graph, node: gs.Node, width: int, rescaled: Rescaled) -
         inner.divide(whole)
 
     return Source(divide, None if heads == kv_heads else tied)
-
-
-def _has_fixed_value_scale(node: gs.Node) -> bool:
-    """Whether the values go into an INT8 cache, whose scale was chosen for them as they are."""
-    names = [spec.name for spec in paged.INPUTS]
-    return node.op == paged.OP_TYPE and "v_scale" in names and input_of(node, names.index("v_scale")) is not None
 
 
 def _product(scope: gs.Graph, node: gs.Node, tensor: gs.Tensor, width: int, rescaled: Rescaled) -> Source:
