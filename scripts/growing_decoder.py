@@ -32,7 +32,7 @@ VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 61, 4, 2, 32, 16
 HIDDEN, INNER = HEADS * HEAD_DIM, 256
 
 
-def growing_decoder(path: Path, max_context: int = 2048, growth: float = 32.0, flat: int = 64) -> OnnxModel:
+def growing_decoder(path: Path, max_context: int = 2048, growth: float = 6.0, flat: int = 64) -> OnnxModel:
     """Write the serving graph, float32, with the description of its cache in its metadata."""
     weights = _weights(max_context, growth, flat)
     caches, aliases = cache_names(0), cache_output_names(0)
