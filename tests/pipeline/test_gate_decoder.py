@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,11 @@ import onnx
 import pytest
 from rich.console import Console
 
-from passes.graph import graph_from_path
+from passes.graph import graph_from_path, proto_from_graph
+from passes.onnx_model import onnx_model_from_path
 from passes.quantization.layers import layers_of
+from passes.quantize_cache import QuantizeCache
+from passes.weights import inline
 from pipeline.compare.material import default_text
 from pipeline.gate import GateConfig, GateFailedError, GateLimits, require_passed, run_gate
 from pipeline.gate.generation import GenerationConfig
@@ -179,9 +183,28 @@ def test_nan_is_named_by_layer_and_position(llama_bundle: Path, data: DecoderDat
 
     with pytest.raises(KilnError, match=r"row 94 after token 256"):
         run_gate(llama_bundle, changed(later), data, LIMITS, QUICK, silent)
-    without = GateConfig(**{**QUICK.__dict__, "layers": False})
+    without = replace(QUICK, layers=False)
     with pytest.raises(KilnError, match="gives NaN as logits after token 350 of a text of 480"):
         run_gate(llama_bundle, changed(later), data, LIMITS, without, silent)
+
+
+def test_an_int8_cache_is_judged_as_any_candidate(
+    llama_bundle: Path, data: DecoderData, silent: Progress, tmp_path: Path
+) -> None:
+    decoder = onnx_model_from_path(llama_bundle / "engine.onnx").decoder
+    graph = graph_from_path(llama_bundle / "engine.onnx")
+    metadata = QuantizeCache(decoder).call(graph).metadata
+    inline(graph)
+    path = tmp_path / "engine.onnx"
+    path.write_bytes(proto_from_graph(graph, metadata).SerializeToString())
+    config = replace(QUICK, schemes=("int8-kv",))
+    report = run_gate(llama_bundle, path, data, LIMITS, config, silent)
+    values = {(check.stratum, check.check.name): check.check for check in report.checks}
+    assert "convention for int8-kv" in values["long", "perplexity"].origin
+    assert 0 < values["long", "kl_mean"].value < 0.1
+    assert 10 < values["long", "layer_snr_db"].value < 60
+    assert not report.unmatched_layers
+    assert all(row.added == 0 for row in report.strata[1].layers)  # no layer itself was touched
 
 
 def test_a_torch_model_is_a_reference_too(
