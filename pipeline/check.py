@@ -20,7 +20,7 @@ from passes.onnx_model import DecoderSpec, OnnxModel
 from pipeline.compare.inputs import samples_from_inputs
 from pipeline.compare.onnx_subject import bound_graph
 from pipeline.packed import packed_logits
-from pipeline.verify import Feeds, Outputs, errors_between, generated_inputs, run_plain
+from pipeline.verify import Feeds, Outputs, errors_between, generated_inputs, run_plain, with_cache_of
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import CacheDtype
 
@@ -64,8 +64,9 @@ def check_against_unoptimised(
     """Compare an engine with the .onnx file that it was made from, run without any optimisation. Raises KilnError."""
     with _engine_runs():
         if source.decoder is not None:
-            error = _error_against_graph(source.path, source.decoder, engine, plugins)
-            return _verdict("logits against the unoptimised graph", error, source.decoder.kv.dtype, changed)
+            decoder = with_cache_of(engine, source.decoder)
+            error = _error_against_graph(source.path, source.decoder, engine, decoder, plugins)
+            return _verdict("logits against the unoptimised graph", error, decoder.kv.dtype, changed)
         samples = inputs or generated_inputs(source, plugins)
         expected = run_plain(source.path, plugins, samples)
         error = _plain_error(expected, run_plain(engine, plugins, samples, optimized=True))
@@ -90,12 +91,14 @@ def check_against_parent(
     return _verdict(f"logits with {blocks}", error, decoder.kv.dtype)
 
 
-def _error_against_graph(source: Path, decoder: DecoderSpec, engine: Path, plugins: list[Path]) -> float:
+def _error_against_graph(
+    source: Path, source_decoder: DecoderSpec, engine: Path, decoder: DecoderSpec, plugins: list[Path]
+) -> float:
     """A prompt at once and in chunks, against the source's graph, which takes it at once."""
     ids = np.random.default_rng(0).integers(0, decoder.vocab_size, min(24, decoder.max_context))
     with tempfile.TemporaryDirectory(prefix="kiln-check-") as folder:
         graph = bound_graph(source, Path(folder))
-        expected = packed_logits(graph, decoder, plugins, [ids], [[24]], optimized=False)
+        expected = packed_logits(graph, source_decoder, plugins, [ids], [[24]], optimized=False)
     found = [packed_logits(engine, decoder, plugins, [ids], steps) for steps in ([[24]], [[9], [1], [14]])]
     return _worse(*(_relative_error(rows[0], expected[0]) for rows in found))
 

@@ -90,7 +90,7 @@ class NumericGate:
     def _run(self, path: Path, optimized: bool = False) -> list[Outputs]:
         if self.decoder is None:
             return run_plain(path, self.plugins, self.inputs, optimized=optimized)
-        decoder = _with_cache_of(path, self.decoder)
+        decoder = with_cache_of(path, self.decoder)
         with tempfile.TemporaryDirectory(prefix="kiln-gate-") as folder:
             bound = bound_graph(path, Path(folder))
             return _decoder_outputs(bound, decoder, self.plugins, self.long_tokens, optimized)
@@ -140,7 +140,7 @@ class StepClock:
         inputs = step_inputs_of_prompt(tokens, self.decoder)
         decoder = OnnxRuntimeDecoder(
             bound_graph(path, folder),
-            _with_cache_of(path, self.decoder).kv,
+            with_cache_of(path, self.decoder).kv,
             inputs.block_table.size,
             plugins=self.plugins,
             threads=self.threads,
@@ -149,7 +149,7 @@ class StepClock:
         return lambda: decoder.step(inputs)
 
 
-def _with_cache_of(path: Path, decoder: DecoderSpec) -> DecoderSpec:
+def with_cache_of(path: Path, decoder: DecoderSpec) -> DecoderSpec:
     """`decoder` with the cache that the graph at `path` has: a pass may change its types."""
     own = decoder_from_structure(path, load_structure(path))
     return decoder if own is None else replace(decoder, kv=own.kv)
