@@ -1,7 +1,7 @@
 // Products with quantised weights, and what quantises the activations, on the CPU: a call's operands and entry points.
 //
-// Semantics are in schema.py, the layout of the weights in packing.py. Knows nothing of ONNX Runtime: threads come in as
-// a function, operands as pointers. Nothing here owns memory. A row's result depends on that row only, to the bit.
+// Semantics are in schema.py, the layout of the weights in packing.py. Knows nothing of ONNX Runtime: threads come in
+// as a function, operands as pointers. Nothing here owns memory. A row's result depends on that row only, to the bit.
 #pragma once
 
 #include <cstdint>

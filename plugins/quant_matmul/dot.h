@@ -1,9 +1,9 @@
 // Sums of four 8-bit products in each lane, as this instruction set does them.
 //
 // A byte vector holds, for kWidth outputs, four consecutive weights each; activations come as four bytes, the same in
-// every lane. vpdpbusd and vpmaddubsw multiply unsigned by signed bytes: weights are the unsigned ones, which is how they
-// are stored (+ 128 or + 8), and the sum then is too large by that offset times the sum of the activations. Where 255
-// * 127 * 2 would saturate (vpmaddubsw on 8-bit weights), the sign of the weight goes to the activation instead.
+// every lane. vpdpbusd and vpmaddubsw multiply unsigned by signed bytes: weights are the unsigned ones, which is how
+// they are stored (+ 128 or + 8), and the sum then is too large by that offset times the sum of the activations. Where
+// 255 * 127 * 2 would saturate (vpmaddubsw on 8-bit weights), the sign of the weight goes to the activation instead.
 #pragma once
 
 #include "../simd.h"

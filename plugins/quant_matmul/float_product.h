@@ -1,7 +1,8 @@
-// Products of float activations with 8-bit or 4-bit weights, summed in float32 group by group, in the order of the depth.
+// Products of float activations with 8-bit or 4-bit weights, summed in float32 group by group, in the order of the
+// depth.
 //
-// Few rows: weights are widened in registers as they stream from memory. Many rows: a tile of them is widened once, into
-// the second cache, and then serves all rows. Both sum in the same order, so a row has the same bits in each.
+// Few rows: weights are widened in registers as they stream from memory. Many rows: a tile of them is widened once,
+// into the second cache, and then serves all rows. Both sum in the same order, so a row has the same bits in each.
 #pragma once
 
 #include "dot.h"
@@ -95,7 +96,8 @@ static void widen_tile(const uint8_t* weights, int64_t panel_bytes, int64_t k, i
         const UintVec stored = (UintVec)load_bytes(at + v * sizeof(ByteVec)) >> static_cast<int>(s % kPerVector) * 4;
 #pragma GCC unroll 4
         for (int product = 0; product < kStep; product++)
-          if (product < count - i) store(out + product * kTileWidth + v * kWidth, widened<kBits>(stored >> 8 * product));
+          if (product < count - i)
+            store(out + product * kTileWidth + v * kWidth, widened<kBits>(stored >> 8 * product));
       }
     }
 }

@@ -122,14 +122,29 @@ static void multiply_panels(const Int8MatMul& call, const Block& block, int64_t 
   }
 }
 
+KILN_INLINE int32_t sum_of(IntVec v) {
+#if defined(__AVX512F__)
+  typedef int32_t HalfIntVec __attribute__((vector_size(kWidth * 2)));
+  const HalfIntVec half = (HalfIntVec)_mm512_maskz_extracti32x8_epi32(0xff, (__m512i)v, 0) +
+                          (HalfIntVec)_mm512_maskz_extracti32x8_epi32(0xff, (__m512i)v, 1);
+  constexpr int lanes = kWidth / 2;
+#else
+  const IntVec half = v;
+  constexpr int lanes = kWidth;
+#endif
+  int32_t sum = 0;
+#pragma GCC unroll 8
+  for (int lane = 0; lane < lanes; lane++) sum += half[lane];
+  return sum;
+}
+
 // The sum of n bytes.
 static int32_t sum_of_bytes(const int8_t* q, int64_t n) {
   IntVec sums = {};
   int64_t i = 0;
   constexpr int64_t kBytes = sizeof(ByteVec);
   for (; i + kBytes <= n; i += kBytes) sums = add_unsigned(sums, ByteVec{} + 1, load_bytes(q + i));
-  int32_t sum = 0;
-  for (int lane = 0; lane < kWidth; lane++) sum += sums[lane];
+  int32_t sum = sum_of(sums);
   for (; i < n; i++) sum += q[i];
   return sum;
 }
