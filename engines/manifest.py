@@ -164,6 +164,8 @@ class QuantizationRecord(Record):
 
     schemes: dict[str, int]
     """Layers by scheme, those that stay float included."""
+    kv: str = ""
+    """What of the cache is INT8."""
     plan: str
     table: str | None = None
     data_sha256: str | None = None
@@ -174,7 +176,8 @@ class QuantizationRecord(Record):
 
     def sentence(self) -> str:
         """For people."""
-        return f"{', '.join(f'{count} {name}' for name, count in self.schemes.items())}; {self.verdict}"
+        layers = ", ".join(f"{count} {name}" for name, count in self.schemes.items())
+        return f"{layers}{f', cache {self.kv}' if self.kv else ''}; {self.verdict}"
 
 
 class Manifest(Record):

@@ -32,7 +32,7 @@ class QuantizeCache:
     """
 
     name = "quantize_cache"
-    effect = Effect.PRECISION
+    effect = Effect.QUANTISES
 
     def __init__(self, decoder: DecoderSpec | None = None, values: bool = True, max_context: int | None = None) -> None:
         if max_context is not None and max_context < 1:

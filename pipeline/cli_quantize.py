@@ -5,9 +5,9 @@ from typing import Any, get_args
 
 import click
 
-from passes.quantization.plan import Rounding
+from passes.quantization.plan import KvScheme, Rounding
 from pipeline.cli_calibrate import calibration_options, config_from_options
-from pipeline.quantize.config import QUANTS, SEARCHES, QuantizeConfig
+from pipeline.quantize.config import ATTENTIONS, QUANTS, SEARCHES, QuantizeConfig
 
 _DEFAULTS = QuantizeConfig()
 _FILE = click.Path(path_type=Path)
@@ -26,7 +26,7 @@ def quantize_options(command: Any) -> Any:
             type=click.Choice(SEARCHES),
             default=_DEFAULTS.search,
             show_default=True,
-            help="Quantise all layers that get faster, or those of them whose measured sensitivity allows it.",
+            help="All layers; those that get faster; or those of them whose measured sensitivity allows it.",
         ),
         click.option("--findings", type=_FILE, help="File that keeps measured sensitivities, to go on after a break."),
         click.option("--group-size", type=int, help="Products that share a scale.  [default: by scheme]"),
@@ -34,6 +34,14 @@ def quantize_options(command: Any) -> Any:
             "--rounding", type=click.Choice(get_args(Rounding)), default=_DEFAULTS.rounding, show_default=True
         ),
         click.option("--smooth", type=float, help="SmoothQuant's alpha, 0 to 1.  [default: off]"),
+        click.option(
+            "--kv-cache",
+            "kv",
+            type=click.Choice([kind for kind in get_args(KvScheme) if kind]),
+            help="Keep keys, or keys and values, as INT8 in the cache.",
+        ),
+        click.option("--kv-limit", type=int, help="Most tokens of a sequence with such a cache.  [default: all]"),
+        click.option("--attention", type=click.Choice(ATTENTIONS), default=_DEFAULTS.attention, show_default=True),
         click.option("--gate-limits", "limits", type=_FILE, help="TOML with limits of the accuracy gate."),
         click.option("--gate-text", "text", type=_FILE, help="Text on which a decoder is judged."),
         click.option("--gate-samples", "gate_samples", type=_FILE, help="An .npz, perhaps with labels, for others."),
@@ -46,14 +54,13 @@ def quantize_options(command: Any) -> Any:
 
 
 def quantize_from_options(options: dict[str, Any]) -> QuantizeConfig | None:
-    """Of the options of `quantize_options`, which it takes out of `options`; None without --quant and --plan."""
+    """Of the options of `quantize_options`, which it takes out of `options`; None where nothing is to be quantised."""
     calibration = config_from_options(options)
     specs = options.pop("specs")
     names = ("plan", "table", "keep", "keep_ends", "search", "findings", "group_size", "rounding", "smooth")
-    given = {name: options.pop(name) for name in (*names, "limits", "text", "generate")}
+    given = {name: options.pop(name) for name in (*names, "limits", "text", "generate", "kv_limit", "attention")}
     quant, samples = options.pop("quant"), options.pop("gate_samples")
-    if quant is None and given["plan"] is None:
+    kv: KvScheme = options.pop("kv") or ""
+    if quant in (None, "none") and given["plan"] is None and not kv and given["attention"] != "bf16":
         return None
-    return QuantizeConfig(
-        quant=quant or _DEFAULTS.quant, specs=specs, calibration=calibration, samples=samples, **given
-    )
+    return QuantizeConfig(quant=quant or "none", kv=kv, specs=specs, calibration=calibration, samples=samples, **given)

@@ -18,6 +18,7 @@ from pipeline.quantize.config import QuantizeConfig
 from pipeline.quantize.judging import judge_engine
 from pipeline.quantize.stage import Quantisation, quantisation_for
 from pipeline.verify import Feeds
+from plugins.errors import KilnError
 
 FOLDER = "quantization"
 """Of a bundle, for what its quantisation rests on."""
@@ -54,7 +55,12 @@ def quantised_engine(
         progress.note(f"{count} of {len(found.layers)} layers as {scheme}")
 
     def write(target: Path, keep: Sequence[str] = ()) -> tuple[OnnxModel, tuple[PassReport, ...]]:
-        return optimize(model, target, sku, passes, feeds, table=BINDING_TABLE, first=found.passes(keep))
+        first = found.passes(keep)
+        made = optimize(model, target, sku, passes, feeds, table=BINDING_TABLE, first=first)
+        for report in made[1][: len(first)]:
+            if report.rolled_back:
+                raise KilnError(f"the model cannot be quantised as planned: {report.name}: {report.rolled_back}")
+        return made
 
     with progress.stage("quantise"):
         made, reports = write(engine)
@@ -88,6 +94,7 @@ def _written(folder: Path, found: Quantisation, report: GateReport) -> Quantizat
         (folder / FOLDER / name).write_text(text, encoding="utf-8")
     return QuantizationRecord(
         schemes=_schemes(found),
+        kv=found.plan.kv,
         plan=f"{FOLDER}/plan.toml",
         table=f"{FOLDER}/calibration.json" if found.table is not None else None,
         data_sha256=None if found.table is None else found.table.data_sha256,

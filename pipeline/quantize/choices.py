@@ -18,7 +18,8 @@ _FALLBACKS: Mapping[str, tuple[Scheme, ...]] = {
     "int4": ("w4a8-dynamic", "w4a16", "w8a8"),
 }
 """Schemes that `int8` and `int4` stand for; a layer gets the first that its kernels have."""
-_OF_ENDS: Sequence[Scheme] = ("w8a16",)
+_OF_ENDS: Scheme = "w8a16"
+"""What the first and the last layer get where their activations are to stay float and only Kiln's kernels are asked."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Choices:
 def choices_for(layers: Sequence[Layer], target: PassTarget, config: QuantizeConfig) -> Choices:
     """Raises KilnError for --keep patterns that match nothing, and for a scheme that no layer can have on a target."""
     kept = set(config.kept(list(layers)))
+    if config.quant == "none":
+        return Choices({}, {layer.name: "" for layer in layers})
     ends = {layers[0].name, layers[-1].name} if config.keep_ends and layers else set()
     plans: dict[str, tuple[LayerPlan, ...]] = {}
     left: dict[str, str] = {}
@@ -41,17 +44,15 @@ def choices_for(layers: Sequence[Layer], target: PassTarget, config: QuantizeCon
         schemes = [scheme for scheme in wanted if scheme in known]
         if layer.name in kept:
             left[layer.name] = "kept: --keep"
-        elif layer.name in ends:
-            at_end = [scheme for scheme in _OF_ENDS if scheme in known and kernels_of(target) == "cpu-plugins"]
-            if at_end:
-                plans[layer.name] = (_plan(at_end[0], target, config),)
-            else:
-                left[layer.name] = "kept: an end of the model"
-        elif schemes:
-            plans[layer.name] = (_plan(schemes[0], target, config),)
-        else:
+        elif not schemes:
             left[layer.name] = f"a {layer.kind} has no {config.quant} here"
-    if not plans and set(left.values()) - {"kept: --keep", "kept: an end of the model"}:
+        elif layer.name not in ends:
+            plans[layer.name] = (_plan(schemes[0], target, config),)
+        elif _OF_ENDS in known and kernels_of(target) == "cpu-plugins":
+            plans[layer.name] = (_plan(_OF_ENDS, target, config),)
+        else:
+            left[layer.name] = "kept: an end of the model"
+    if not plans and any("has no" in reason for reason in left.values()):
         raise KilnError(
             f"{kernels_of(target)} has no {config.quant} for any of the {len(layers)} layers; it has "
             f"{', '.join(sorted({s for layer in layers for s in supported_schemes(layer, kernels_of(target))}))}"

@@ -10,10 +10,12 @@ from passes.quantization.plan import SCHEMES, KvScheme, Rounding, Scheme
 from pipeline.calibration import CalibrationConfig
 from plugins.errors import KilnError
 
-Quant = Literal["int8", "int4"] | Scheme
-"""`int8` and `int4` leave the scheme to the kind of model and the machine."""
-QUANTS: tuple[str, ...] = ("int8", "int4", *(scheme for scheme in SCHEMES if scheme != "float"))
-Search = Literal["latency", "sensitivity"]
+Quant = Literal["none", "int8", "int4"] | Scheme
+"""`int8` and `int4` leave the scheme to the kind of model and the machine; `none` leaves the layers as they are."""
+QUANTS: tuple[str, ...] = ("none", "int8", "int4", *(scheme for scheme in SCHEMES if scheme != "float"))
+Attention = Literal["auto", "fp32", "bf16"]
+ATTENTIONS: tuple[str, ...] = get_args(Attention)
+Search = Literal["all", "latency", "sensitivity"]
 SEARCHES: tuple[str, ...] = get_args(Search)
 
 
@@ -30,7 +32,8 @@ class QuantizeConfig:
     plan: Path | None = None
     """A plan to use instead of making one."""
     search: Search = "latency"
-    """`latency`: every layer that is faster quantised; `sensitivity`: those of them that the accuracy limits allow."""
+    """Which layers: `all` that have a kernel; those that are faster (`latency`); or those of these that the accuracy
+    limits allow (`sensitivity`)."""
     findings: Path | None = None
     """File that keeps what each layer was found to cost, so that a search can go on and be repeated."""
     keep: tuple[str, ...] = ()
@@ -44,6 +47,8 @@ class QuantizeConfig:
     kv: KvScheme = ""
     kv_limit: int | None = None
     """Most tokens of a sequence with an INT8 cache."""
+    attention: Attention = "auto"
+    """How a decoder's prompts attend on a CPU; `auto`: in BF16 where layers are quantised and the CPU multiplies it."""
     limits: Path | None = None
     """TOML with limits of the gate."""
     text: Path | None = None

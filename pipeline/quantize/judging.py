@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engines.runtime.tokenizer import Tokenizer
-from passes.onnx_model import OnnxModel
+from passes.onnx_model import OnnxModel, onnx_model_from_path
 from pipeline.calibration import CalibrationConfig
 from pipeline.calibration.data import calibration_set
 from pipeline.calibration.subject import CalibrationModel
@@ -50,8 +50,9 @@ def judge_engine(
     limits = limits_from_toml(config.limits) if config.limits else GateLimits()
     data: GateData
     generation = GenerationConfig()
-    if reference.decoder is not None:
-        context = reference.decoder.max_context
+    decoder = onnx_model_from_path(candidate).decoder
+    if decoder is not None:
+        context = decoder.max_context
         tokens = min(config.generate, context // 4)
         generation = GenerationConfig(greedy=min(generation.greedy, tokens), continuation=tokens)
         data = _texts(subject.tokenizer, config, context, tokens)

@@ -14,12 +14,15 @@ from pathlib import Path
 from numpy.typing import NDArray
 
 from engines.runtime.tokenizer import Tokenizer
+from engines.sku import host_cpu_features
+from passes.attention_precision import AttentionPrecision
 from passes.base import Pass
 from passes.onnx_model import OnnxModel
 from passes.quantization.layers import Layer, layers_of, name_layers
 from passes.quantization.plan import STATIC, LayerPlan, PrecisionPlan, plan_from_toml
 from passes.quantization.rewrite import check_plan, quantising_passes
 from passes.quantization.table import CalibrationTable, table_from_json
+from passes.quantize_cache import QuantizeCache
 from passes.standard import PassTarget
 from pipeline.calibration import Calibration, calibrate
 from pipeline.calibration.calibrating import covered_set
@@ -41,6 +44,7 @@ from plugins.errors import KilnError
 
 _PROMPT, _ANSWER = 512, 128
 """Tokens of the request whose time a decoder's layers are weighed by."""
+_BF16 = "avx512_bf16"
 _JUDGED = 6
 """Samples of a stratum on which single layers are judged."""
 _POSITIONS = 128
@@ -60,17 +64,32 @@ class Quantisation:
     subject: CalibrationModel
     specs: tuple[str, ...]
     """Data on which the model was or would be calibrated."""
+    config: QuantizeConfig
 
     def passes(self, keep: Sequence[str] = ()) -> list[Pass]:
         """Those that apply the plan, with more layers kept float."""
         plan = self.plan.keeping(keep, "kept to pass the gate") if keep else self.plan
-        return quantising_passes(plan, self.table, self.moments, self.target)
+        passes = quantising_passes(plan, self.table, self.moments, self.target)
+        if plan.kv:
+            values = plan.kv == "int8-kv"
+            passes.append(QuantizeCache(self.target.decoder, values=values, max_context=self.config.kv_limit))
+        if self._attends_in_bf16:
+            passes.append(AttentionPrecision("bfloat16"))
+        return passes
+
+    @property
+    def _attends_in_bf16(self) -> bool:
+        if self.target.decoder is None or self.target.backend != "cpu":
+            return False
+        if self.config.attention == "auto":
+            return bool(self.plan.quantised) and _BF16 in host_cpu_features()
+        return self.config.attention == "bf16"
 
     @property
     def schemes(self) -> tuple[str, ...]:
         """In use, the cache's included."""
         found = {layer.scheme for layer in self.plan.layers.values() if layer.scheme != "float"}
-        return (*sorted(found), *((self.plan.kv,) if self.plan.kv else ()))
+        return (*sorted(found), *((self.plan.kv,) if self.plan.kv else ())) or ("float",)
 
 
 class _Stage:
@@ -117,7 +136,17 @@ class _Stage:
         calibration: Calibration | None,
         moments: Mapping[str, NDArray],
     ) -> Quantisation:
-        return Quantisation(plan, table, calibration, tuple(self.layers), self.target, moments, self.model, self.specs)
+        return Quantisation(
+            plan,
+            table,
+            calibration,
+            tuple(self.layers),
+            self.target,
+            moments,
+            self.model,
+            self.specs,
+            self.config,
+        )
 
     def data(self) -> CalibrationSet:
         if self._data is None:
@@ -131,7 +160,10 @@ class _Stage:
             return table, None
         if not any(plan.scheme in STATIC or plan.smooth is not None or plan.rounding == "awq" for plan in plans):
             return None, None
-        found = calibrate(self.specs, self.model, self.config.calibration, self.progress)
+        config = self.config.calibration
+        if any(layer.kind == "Conv" for layer in self.layers):  # all of such a network is computed in integers
+            config = replace(config, observe=replace(config.observe, everything=True))
+        found = calibrate(self.specs, self.model, config, self.progress)
         self._data = found.data
         return found.table, found
 
@@ -177,7 +209,7 @@ def _given(stage: _Stage, plan: PrecisionPlan) -> Quantisation:
             f"the plan was made for the graph {plan.model_sha256[:12]}, this one is {stage.sha256[:12]}"
         )
         plan = replace(plan, model_sha256=stage.sha256)
-    plan = plan.keeping(stage.config.kept(stage.layers), "kept: --keep")
+    plan = replace(plan.keeping(stage.config.kept(stage.layers), "kept: --keep"), kv=stage.config.kv or plan.kv)
     check_plan(plan, stage.layers, stage.target)
     table, calibration = stage.table(list(plan.layers.values()))
     moments = stage.moments({name: (layer,) for name, layer in plan.layers.items()})
@@ -190,6 +222,10 @@ def _planned(
     def rewrites(plan: PrecisionPlan) -> list[Pass]:
         return quantising_passes(plan, table, moments, stage.target)
 
+    planned = {name: LayerPlan(reason=reason) for name, reason in choices.left.items()}
+    if stage.config.search == "all" or not choices.plans:
+        planned |= {name: plans[0] for name, plans in choices.plans.items()}
+        return PrecisionPlan(stage.sha256, {layer.name: planned[layer.name] for layer in stage.layers})
     saved = _saved(stage, choices, rewrites)
     faster = {name: plans for name, plans in choices.plans.items() if max(saved[name]) > 0}
     if not faster:
@@ -197,7 +233,6 @@ def _planned(
             f"none of the {len(choices.plans)} layers is faster as {stage.config.quant} on this machine; "
             "leave the model as it is, or try another --quant"
         )
-    planned = {name: LayerPlan(reason=reason) for name, reason in choices.left.items()}
     planned |= {name: LayerPlan(reason="not faster here") for name in choices.plans if name not in faster}
     if stage.config.search == "latency":
         planned |= {
