@@ -37,20 +37,23 @@ float* Scratch::take(size_t floats) {
 
 namespace {
 
-constexpr int64_t kDecodeRows = 16;   // up to so many query rows per KV head take the decode path (measured)
-constexpr int64_t kTileRows = 192;    // query rows per prefill task, at most about
-constexpr int64_t kFewRows = 48;      // and at least about, when the sequence has few new tokens
-constexpr int64_t kWriteTokens = 32;  // tokens per write task
+constexpr int64_t kDecodeRows = 16;    // up to so many query rows per KV head take the decode path (measured)
+constexpr int64_t kTileRows = 384;     // query rows per prefill task, at most about (measured)
+constexpr int64_t kManyTokens = 4096;  // twice as many rows from so many new tokens on
+constexpr int64_t kFewRows = 48;       // and at least about, when the sequence has few new tokens
+constexpr int64_t kWriteTokens = 32;   // tokens per write task
 
 thread_local ScratchOwner scratch_of_thread;
 
 // New tokens per prefill task, in sixes (the height of a register block). Large tiles pack each key for more rows,
-// small ones give all threads something to do: a sequence makes at least four tiles if they stay above kFewRows.
+// small ones give all threads something to do: a sequence makes at least four tiles, all about equal, if they stay above
+// kFewRows.
 int64_t tile_tokens(const PagedAttention& call, int64_t count) {
   const int64_t group = call.heads / call.kv_heads;
-  const int64_t least = std::max<int64_t>(6, kFewRows / group / 6 * 6);
-  const int64_t most = std::max<int64_t>(6, kTileRows / group / 6 * 6);
-  return std::clamp((count + 23) / 24 * 6, least, most);
+  const int64_t most = std::max<int64_t>(1, (count < kManyTokens ? kTileRows : 2 * kTileRows) / group);
+  const int64_t tiles = std::max<int64_t>(4, (count + most - 1) / most);
+  const int64_t even = std::max((count + tiles - 1) / tiles, kFewRows / group);
+  return (even + 5) / 6 * 6;
 }
 
 struct Plan {
