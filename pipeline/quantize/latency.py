@@ -19,7 +19,7 @@ import onnx_graphsurgeon as gs
 from engines.backends.onnxruntime import ALTERNATING, OnnxRuntimeModel
 from passes.base import Pass
 from passes.graph import graph_from_path, proto_from_graph, tidy
-from passes.quantization.layers import Layer
+from passes.quantization.layers import Layer, name_layers
 from passes.quantization.plan import LayerPlan, PrecisionPlan
 from passes.shapes import infer_shapes
 from pipeline.quantize.candidates import Rewrites
@@ -112,23 +112,31 @@ def _alternate(models: Sequence[OnnxRuntimeModel], feeds: Mapping[str, np.ndarra
 def _write_layer(reference: Path, layer: Layer, shape: Shape, target: Path, rewrites: Sequence[Pass]) -> None:
     """One layer as a model of its own, rewritten."""
     whole = graph_from_path(reference)
+    name_layers(whole)
     node = next(node for node in whole.nodes if node.name == layer.name)
     node.inputs[0] = gs.Variable(layer.activation, dtype=np.float32, shape=list(shape))
     result = gs.Variable(layer.output, dtype=np.float32)
     node.outputs = [result]
-    for constant in node.inputs[1:]:
-        constant.values = np.asarray(constant.values)  # beside nobody else's files
     graph = gs.Graph(
-        nodes=[node],
+        nodes=[*_makers(node.inputs[1:]), node],
         inputs=[node.inputs[0]],
         outputs=[result],
         opset=whole.opset,
         import_domains=whole.import_domains,
         ir_version=whole.ir_version,
     )
+    for constant in graph.tensors().values():
+        if isinstance(constant, gs.Constant):
+            constant.values = np.asarray(constant.values)  # beside nobody else's files
     infer_shapes(graph)
     for rewrite in rewrites:
         rewrite.call(graph)
         tidy(graph)
         infer_shapes(graph)
     target.write_bytes(proto_from_graph(graph).SerializeToString())
+
+
+def _makers(tensors: Sequence[gs.Tensor]) -> list[gs.Node]:
+    """What a layer's weight is computed by from constants, such as a table that is read the other way round."""
+    makers = [maker for tensor in tensors for maker in tensor.inputs]
+    return [*(earlier for maker in makers for earlier in _makers(maker.inputs)), *makers]
