@@ -14,7 +14,7 @@ from plugins.paged_attention.schema import DOMAIN, EXPORT_DOMAIN, INPUTS, OP_TYP
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 32, 4
 ATTRIBUTES = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "scale": 0.25, "softcap": 20.0, "local_window_size": 6}
-GIVEN = [spec for spec in INPUTS if spec.name not in ("cos_cache", "sin_cache")]
+GIVEN = [spec for spec in INPUTS if not spec.optional or spec.name in ("key", "value")]
 KINDS = {"float32": TensorProto.FLOAT, "int32": TensorProto.INT32}
 
 
