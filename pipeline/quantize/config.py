@@ -48,7 +48,7 @@ class QuantizeConfig:
     kv_limit: int | None = None
     """Most tokens of a sequence with an INT8 cache."""
     attention: Attention = "auto"
-    """How a decoder's prompts attend on a CPU; `auto`: in BF16 where layers are quantised and the CPU multiplies it."""
+    """How a decoder's prompts attend on a CPU; `auto`: in BF16 where layers are quantised and it is measured to pay."""
     limits: Path | None = None
     """TOML with limits of the gate."""
     text: Path | None = None

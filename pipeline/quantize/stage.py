@@ -14,7 +14,6 @@ from pathlib import Path
 from numpy.typing import NDArray
 
 from engines.runtime.tokenizer import Tokenizer
-from engines.sku import host_cpu_features
 from passes.attention_precision import AttentionPrecision
 from passes.base import Pass
 from passes.onnx_model import OnnxModel
@@ -40,11 +39,11 @@ from pipeline.quantize.judge import DecoderJudge, Difference, Judge, PlainJudge,
 from pipeline.quantize.latency import LayerClock, Phase
 from pipeline.quantize.material import ORIGIN, default_text
 from pipeline.quantize.sensitivity import Findings, measure_sensitivity
+from pipeline.verify import StepClock
 from plugins.errors import KilnError
 
 _PROMPT, _ANSWER = 512, 128
 """Tokens of the request whose time a decoder's layers are weighed by."""
-_BF16 = "avx512_bf16"
 _JUDGED = 6
 """Samples of a stratum on which single layers are judged."""
 _POSITIONS = 128
@@ -65,6 +64,7 @@ class Quantisation:
     specs: tuple[str, ...]
     """Data on which the model was or would be calibrated."""
     config: QuantizeConfig
+    attends_in_bf16: bool
 
     def passes(self, keep: Sequence[str] = ()) -> list[Pass]:
         """Those that apply the plan, with more layers kept float."""
@@ -73,17 +73,9 @@ class Quantisation:
         if plan.kv:
             values = plan.kv == "int8-kv"
             passes.append(QuantizeCache(self.target.decoder, values=values, max_context=self.config.kv_limit))
-        if self._attends_in_bf16:
+        if self.attends_in_bf16:
             passes.append(AttentionPrecision("bfloat16"))
         return passes
-
-    @property
-    def _attends_in_bf16(self) -> bool:
-        if self.target.decoder is None or self.target.backend != "cpu":
-            return False
-        if self.config.attention == "auto":
-            return bool(self.plan.quantised) and _BF16 in host_cpu_features()
-        return self.config.attention == "bf16"
 
     @property
     def schemes(self) -> tuple[str, ...]:
@@ -146,7 +138,20 @@ class _Stage:
             self.model,
             self.specs,
             self.config,
+            self._attends_in_bf16(plan),
         )
+
+    def _attends_in_bf16(self, plan: PrecisionPlan) -> bool:
+        """As the user says; by default where layers are quantised and a prompt is measured to take less time so."""
+        if self.model.decoder is None or self.target.backend != "cpu" or self.config.attention == "fp32":
+            return False
+        if self.config.attention == "bf16" or not plan.quantised:
+            return self.config.attention == "bf16"
+        path = self.model.model.path
+        with self.progress.stage("time attention"), candidate(path, plan, lambda plan: [AttentionPrecision()]) as other:
+            timing = StepClock(self.model.model, self.model.plugins, threads=self.threads)(path, other)
+        self.progress.detail(f"a prompt takes {timing.before * 1e3:.1f} ms, {timing.after * 1e3:.1f} attending in BF16")
+        return timing.pays is True
 
     def data(self) -> CalibrationSet:
         if self._data is None:

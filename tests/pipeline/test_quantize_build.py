@@ -60,7 +60,8 @@ def loose(tmp_path_factory) -> Path:
 
 
 def config_of(**options) -> QuantizeConfig:
-    return QuantizeConfig(**{"search": "all", "generate": 8, "calibration": FEW, **options})
+    defaults = {"search": "all", "generate": 8, "calibration": FEW, "attention": "fp32"}
+    return QuantizeConfig(**{**defaults, **options})
 
 
 def built(model: str, out: Path, silent, **options) -> Path:
@@ -153,6 +154,21 @@ def test_a_cache_can_be_int8_with_a_limit(llama_bundle, loose, silent, tmp_path)
     decoder = onnx_model_from_path(tmp_path / "out/engine.onnx").decoder
     assert decoder.max_context == 200
     assert decoder.kv.dtypes == ("int8", "int8")
+
+
+@pytest.mark.parametrize(("seconds", "pays"), [(0.5, True), (0.99, False)])
+def test_prompts_attend_in_bf16_where_that_is_faster(llama_bundle, loose, silent, tmp_path, monkeypatch, seconds, pays):
+    import onnx
+
+    from passes.manager import Timing
+    from pipeline.quantize import stage
+
+    monkeypatch.setattr(stage.StepClock, "__call__", lambda self, before, after: Timing(1.0, seconds, 0.05))
+    requantised(llama_bundle, tmp_path / "out", silent, attention="auto", limits=loose)
+    graph = onnx.load(tmp_path / "out/engine.onnx", load_external_data=False).graph
+    attention = [node for node in graph.node if node.op_type == "PagedAttention"]
+    chosen = [{a.name: a.i for a in node.attribute}.get("compute_dtype", 0) for node in attention]
+    assert chosen == [int(pays)] * 2
 
 
 def test_the_gate_refuses_and_names_layers(llama_bundle, silent, tmp_path):
