@@ -75,10 +75,14 @@ def choose(
 
 
 def _within(choices: Sequence[Choice], budget: Mapping[Stratum, float]) -> list[Choice]:
-    """One choice for each layer at most. The costliest for what it saves gives way first, to the layer's next one."""
+    """One choice for each layer at most. The costliest for what it saves gives way first, to the layer's next one.
+
+    What is beyond the budget by itself is left out at once, so that nothing gives way to it.
+    """
     by_layer: dict[str, list[Choice]] = {}
     for choice in sorted(choices, key=lambda choice: -choice.saved):
-        by_layer.setdefault(choice.layer, []).append(choice)
+        if _burden(choice, budget) <= 1:
+            by_layer.setdefault(choice.layer, []).append(choice)
     taken = {layer: options.pop(0) for layer, options in by_layer.items()}
     while taken and any(cost > budget[stratum] for stratum, cost in _sum(taken.values(), budget).items()):
         worst = max(taken.values(), key=lambda choice: _burden(choice, budget) / choice.saved)

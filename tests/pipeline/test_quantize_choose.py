@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from passes.quantization.plan import LayerPlan, PrecisionPlan, plan_from_toml
@@ -67,6 +67,7 @@ def test_nothing_within_the_limits_is_an_error(choices):
 COSTS = st.floats(0, 2)
 
 
+@example([(0.0, 0.0, 0.0, 0.0625, 0.0, 0.015625), (0.0, 2.0, 0.0, 0.0, 1.0, 0.0), *[(0.0,) * 6] * 3], 0.5)
 @given(
     st.lists(st.tuples(COSTS, COSTS, COSTS, COSTS, st.floats(-1, 3), st.floats(-1, 3)), min_size=1, max_size=12),
     st.sampled_from([0.5, 1.0, 2.5]),
