@@ -63,11 +63,11 @@ def choose(
             break
         plan = _plan(model_sha256, kept, choices)
         cost = {stratum: cost_of(difference) for stratum, difference in measure(plan).items()}
-        excess = max(cost[stratum] / limit for stratum, limit in limits.items())
-        if excess <= 1:
+        excess = {stratum: cost[stratum] / limit for stratum, limit in limits.items()}
+        if max(excess.values()) <= 1:
             return Chosen(plan, cost, sum(choice.saved for choice in kept))
         spent = _sum(kept, limits)
-        budget = {stratum: min(budget[stratum], spent[stratum]) / excess * 0.95 for stratum in budget}
+        budget |= {s: min(budget[s], spent[s]) / times * 0.95 for s, times in excess.items() if times > 1}
     raise KilnError(
         f"no plan that saves time is within the limits {_in_words(limits)}: {len(useful)} of {len(choices)} layers' "
         "choices are faster than float here; raise the limits, offer another scheme, or leave the model as it is"
