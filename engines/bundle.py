@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from engines.manifest import SCHEMA_VERSION, FileRecord, Manifest
 from engines.sku import host_cpu_features
-from plugins.errors import KilnError
+from plugins.errors import KilnError, first_problem
 
 MANIFEST = "manifest.json"
 IDENTITY = "manifest.sha256"
@@ -134,9 +134,8 @@ def _manifest_from_json(path: Path, text: bytes) -> Manifest:
     try:
         return Manifest.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise BundleError(f"{path}: field '{where}': {first['msg']}; rebuild the bundle") from error
+        where, problem = first_problem(error)
+        raise BundleError(f"{path}: field '{where}': {problem}; rebuild the bundle") from error
 
 
 def _verify_files(path: Path, manifest: Manifest) -> None:

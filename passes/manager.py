@@ -311,6 +311,12 @@ def _move(file: Path, place: Path) -> None:
     os.replace(file, place)
 
 
+def link_weights(model: Path, folder: Path) -> None:
+    """Put a model's external data into `folder` as it lies beside the model."""
+    for file in external_files(model, load_structure(model)):
+        link_or_copy(file, folder / file.relative_to(model.parent))
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """The same content under another name; a copy where the file system has no links."""
     target.parent.mkdir(parents=True, exist_ok=True)

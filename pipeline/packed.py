@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -79,13 +79,20 @@ def decoder_feeds(decoder: DecoderSpec, tokens: int = 512) -> list[dict[str, NDA
 
 def step_inputs_of_prompt(tokens: int, decoder: DecoderSpec) -> StepInputs:
     """One prompt from position 0 in one step, with logits for its last token; needs as many blocks as its table has."""
-    blocks = -(-tokens // decoder.kv.block_size)
+    ids = np.random.default_rng(0).integers(0, decoder.vocab_size, tokens).astype(np.int32)
+    whole = step_of_chunk(ids, 0, tokens, decoder.kv.block_size)
+    return replace(whole, logits_indices=whole.logits_indices[-1:])
+
+
+def step_of_chunk(ids: NDArray[np.int32], start: int, end: int, block_size: int) -> StepInputs:
+    """Tokens [start, end) of one sequence in blocks 0, 1, ...; every token's hidden state reaches the head."""
+    positions = np.arange(start, end, dtype=np.int32)
     return StepInputs(
-        input_ids=np.random.default_rng(0).integers(0, decoder.vocab_size, tokens).astype(np.int32),
-        position_ids=np.arange(tokens, dtype=np.int32),
-        logits_indices=np.array([tokens - 1], np.int32),
-        cumulative_sequence_length=np.array([0, tokens], np.int32),
-        past_seqlens=np.array([0], np.int32),
-        block_table=np.arange(blocks, dtype=np.int32)[None],
-        slot_mapping=np.arange(tokens, dtype=np.int32),
+        input_ids=np.ascontiguousarray(ids[start:end], np.int32),
+        position_ids=positions,
+        logits_indices=positions - np.int32(start),
+        cumulative_sequence_length=np.array([0, end - start], np.int32),
+        past_seqlens=np.array([start], np.int32),
+        block_table=np.arange(-(-end // block_size), dtype=np.int32)[None],
+        slot_mapping=positions,
     )

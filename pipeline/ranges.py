@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from engines.backends.onnxruntime import CPU, ort_message, session_from_file
 from passes.bind_attention import BindAttention
 from passes.graph import graph_from_path, proto_from_graph
-from passes.manager import link_or_copy
-from passes.onnx_model import external_files, load_structure
+from passes.manager import link_weights
 from passes.shapes import infer_shapes
 from plugins.errors import KilnError
 
@@ -40,8 +39,7 @@ def measure_ranges(
     runs = 0
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
         measuring = Path(folder) / path.name
-        for file in external_files(path, load_structure(path)):
-            link_or_copy(file, Path(folder) / file.relative_to(path.parent))
+        link_weights(path, Path(folder))
         measuring.write_bytes(proto_from_graph(graph).SerializeToString())
         session = session_from_file(measuring, CPU, plugins, threads, optimized=False)
         for feed in feeds:

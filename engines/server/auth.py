@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engines.runtime.sequence import LANES, Lane
-from plugins.errors import KilnError, first_line
+from plugins.errors import KilnError, first_line, first_problem
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,8 @@ class KeyRing:
             document: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
             keys = _KeyFile.model_validate(document).keys
         except ValidationError as error:
-            problem = error.errors()[0]
-            where = ".".join(map(str, problem["loc"]))
-            raise KilnError(f"{path}: {where}: {problem['msg']}; see engines/server/auth.py for the format") from error
+            where, problem = first_problem(error)
+            raise KilnError(f"{path}: {where}: {problem}; see engines/server/auth.py for the format") from error
         except (OSError, ValueError) as error:
             raise KilnError(
                 f"{path}: {first_line(error)}; expected a TOML or .json file with a list of keys"

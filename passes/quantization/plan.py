@@ -31,7 +31,6 @@ STATIC: tuple[Scheme, ...] = ("w8a8", "fp8")
 """Schemes that need calibrated ranges."""
 DYNAMIC: tuple[Scheme, ...] = ("w8a8-dynamic", "w4a8-dynamic")
 """Schemes that compute activations' scales in the engine."""
-SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from plugins.errors import KilnError
+from plugins.errors import KilnError, first_problem
 
 Method = Literal["minmax", "percentile", "entropy", "mse"]
-SCHEMA_VERSION = 1
 _DIGITS = 6
 """Of the numbers in the file: more than a scale is good for."""
 
@@ -114,6 +113,5 @@ def table_from_json(path: Path) -> CalibrationTable:
     except OSError as error:
         raise KilnError(f"the calibration table {path} cannot be read: {error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise KilnError(f"the calibration table {path}: field '{where}': {first['msg']}; calibrate again") from error
+        where, problem = first_problem(error)
+        raise KilnError(f"the calibration table {path}: field '{where}': {problem}; calibrate again") from error

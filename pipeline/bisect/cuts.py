@@ -35,6 +35,23 @@ class Cut:
     outputs: frozenset[str]
 
 
+@dataclass(frozen=True)
+class Span:
+    """What lies between two cuts: everything that `targets` need, down from the tensors `upper`."""
+
+    upper: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+def spans(outputs: Sequence[str], cuts: Sequence[Cut]) -> list[Span]:
+    """The parts that cuts leave of a graph with these outputs, one more than there are cuts."""
+    found, above = [], Cut((), frozenset())
+    for cut in (*cuts, Cut((), frozenset(outputs))):
+        found.append(Span(above.tensors, (*cut.tensors, *sorted(cut.outputs - above.outputs))))
+        above = cut
+    return found
+
+
 class Side:
     """One of the two models: its structure, and who makes what. Weights stay in their files."""
 
@@ -70,6 +87,10 @@ class Side:
             found.add(index)
             wanted += self.reads(index)
         return found
+
+    def between(self, span: Span) -> list[int]:
+        """The nodes of a span, in order."""
+        return sorted(self.above(span.targets, span.upper))
 
     def makes_floats(self, index: int) -> bool:
         """Also where the type cannot be told."""

@@ -6,18 +6,13 @@ from pathlib import Path
 
 import onnx
 
-from pipeline.bisect.cuts import Cut, Side, node_reads
+from pipeline.bisect.cuts import Cut, Side, node_reads, spans
 
 
 def part_digests(side: Side, cuts: Sequence[Cut]) -> list[str]:
     """One digest for each part between two cuts."""
-    digests, above = [], Cut((), frozenset())
     weights: dict[str, bytes] = {}
-    for cut in (*cuts, Cut((), frozenset(side.outputs))):
-        targets = (*cut.tensors, *sorted(cut.outputs - above.outputs))
-        digests.append(_digest(side, sorted(side.above(targets, above.tensors)), targets, weights))
-        above = cut
-    return digests
+    return [_digest(side, side.between(span), span.targets, weights) for span in spans(side.outputs, cuts)]
 
 
 def _digest(side: Side, nodes: Sequence[int], targets: Sequence[str], weights: dict[str, bytes]) -> str:
@@ -28,10 +23,9 @@ def _digest(side: Side, nodes: Sequence[int], targets: Sequence[str], weights: d
         digest.update(f"{node.domain}::{node.op_type}".encode())
         for attribute in sorted(node.attribute, key=lambda attribute: attribute.name):
             digest.update(attribute.SerializeToString(deterministic=True))
-        for name in (*node.input, *node_reads(node)[len([n for n in node.input if n]) :]):
-            digest.update(
-                made.get(name, name).encode() if name not in side.initializers else _weight(side, name, weights)
-            )
+        for name in (*node.input, *node_reads(node)):  # absent inputs count, and what bodies read
+            known = name in side.initializers
+            digest.update(_weight(side, name, weights) if known else made.get(name, name).encode())
         for name in node.output:
             made[name] = name if name in targets else f"#{len(made)}"
     digest.update(" ".join(made.get(name, name) for name in targets).encode())

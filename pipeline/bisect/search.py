@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, get_args
 
-from pipeline.bisect.cuts import Cut, Side, common_cuts
+from pipeline.bisect.cuts import Side, Span, common_cuts, spans
 from pipeline.bisect.hybrid import Which, write_hybrid
 from pipeline.bisect.same import part_digests
 from pipeline.progress import Progress
+from pipeline.smallest import smallest_set
 from plugins.errors import KilnError
 
-_MOST_TO_PRUNE = 16
-"""Members of a set that are left out one by one to see whether it takes them."""
+_TRIALS = 16
+"""Of leaving out single members of a set, to see whether it takes them."""
 
 Measure = Callable[[Path], float]
 """The error of a model's outputs against A's."""
@@ -87,7 +88,8 @@ class GraphParts:
             self._check(which)
 
     def part(self, number: int) -> Part:
-        return Part(number, _names(self._sides["a"], self._cuts, number))
+        side = self._sides["a"]
+        return Part(number, _names(side, spans(side.outputs, self._cuts)[number]))
 
     def error(self, of_b: Collection[int]) -> float:
         key = frozenset(of_b)
@@ -134,23 +136,12 @@ def _smallest(parts: Parts, total: float, explain: float) -> tuple[tuple[tuple[P
     """Parts by their own error, as many as it takes; then without each one that is not needed after all."""
     alone = {number: parts.error([number]) for number in parts.changed}
     ranked = sorted(alone, key=lambda number: -alone[number])
-    low, high = 0, len(ranked)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if parts.error(ranked[:middle]) >= explain * total else (middle, high)
-    chosen = ranked[:high]
-    for number in list(reversed(chosen)) if len(chosen) <= _MOST_TO_PRUNE else ():
-        rest = [other for other in chosen if other != number]
-        if rest and parts.error(rest) >= explain * total:
-            chosen = rest
+    trials = 2 * len(ranked).bit_length() + _TRIALS
+    chosen = smallest_set(ranked, lambda some: parts.error(some) >= explain * total, trials) or tuple(ranked)
     return tuple((parts.part(number), alone[number]) for number in chosen), parts.error(chosen) / total
 
 
-def _names(side: Side, cuts: Sequence[Cut], number: int) -> tuple[str, ...]:
-    above = cuts[number - 1].tensors if number else ()
-    outputs = set(cuts[number].outputs if number < len(cuts) else side.outputs)
-    outputs -= cuts[number - 1].outputs if number else set()
-    targets = (*(cuts[number].tensors if number < len(cuts) else ()), *outputs)
-    nodes = [side.nodes[index] for index in sorted(side.above(targets, above)) if side.makes_floats(index)]
+def _names(side: Side, span: Span) -> tuple[str, ...]:
+    nodes = [side.nodes[index] for index in side.between(span) if side.makes_floats(index)]
     layers = [node for node in nodes if any(name in side.initializers for name in node.input[1:2])]
     return tuple(node.name or node.op_type for node in (layers or nodes))

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pipeline.calibration.samples import Sample
 from pipeline.calibration.subject import CalibrationModel
 from pipeline.compare.inputs import InputSpec
-from plugins.errors import KilnError, first_line
+from plugins.errors import KilnError, first_line, first_problem
 
 SPEC_FILE = "preprocess.toml"
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -54,9 +54,8 @@ def preprocessing_from_toml(path: Path) -> Preprocessing:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
         return TypeAdapter(Preprocessing).validate_python(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise KilnError(f"{path}: {f'{where}: ' if where else ''}{first['msg']}; expected as in {_EXAMPLE}") from error
+        where, problem = first_problem(error)
+        raise KilnError(f"{path}: {f'{where}: ' if where else ''}{problem}; expected as in {_EXAMPLE}") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise KilnError(f"the preprocessing {path} cannot be read: {error}; expected TOML as in {_EXAMPLE}") from error
 

@@ -13,7 +13,6 @@ import onnx
 import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 
-from engines.backends.base import StepInputs
 from engines.backends.onnxruntime import CPU, ort_message, session_from_file
 from passes.bind_attention import BindAttention
 from passes.graph import graph_from_path, proto_from_graph
@@ -21,6 +20,7 @@ from passes.shapes import infer_shapes
 from pipeline.calibration.samples import TOKENS, Sample
 from pipeline.calibration.subject import CalibrationModel
 from pipeline.io_layout import to_model
+from pipeline.packed import step_of_chunk
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import cache_names, cache_output_names
 
@@ -113,20 +113,6 @@ class ObservingSession:
             onnxruntime.OrtValue.ortvalue_from_shape_and_type(decoder.kv.cache_shape(cache.layer, blocks), kind)
             for cache in self._caches
         ]
-
-
-def step_of_chunk(ids: NDArray[np.int32], start: int, end: int, block_size: int) -> StepInputs:
-    """Tokens [start, end) of one sequence in blocks 0, 1, ...; every token's hidden state reaches the head."""
-    positions = np.arange(start, end, dtype=np.int32)
-    return StepInputs(
-        input_ids=np.ascontiguousarray(ids[start:end], np.int32),
-        position_ids=positions,
-        logits_indices=positions - np.int32(start),
-        cumulative_sequence_length=np.array([0, end - start], np.int32),
-        past_seqlens=np.array([start], np.int32),
-        block_table=np.arange(-(-end // block_size), dtype=np.int32)[None],
-        slot_mapping=positions,
-    )
 
 
 def _tensor(graph: gs.Graph, name: str) -> gs.Variable:

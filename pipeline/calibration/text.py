@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from engines.runtime.tokenizer import Tokenizer
 from pipeline.calibration.samples import Draw
 from pipeline.calibration.strata import Strata
-from plugins.errors import KilnError
+from plugins.errors import KilnError, first_problem
 
 TokenIds = NDArray[np.int32]
 TextKind = Literal["auto", "lines", "text"]
@@ -63,10 +63,9 @@ def samples_from_jsonl(path: Path, tokenizer: Tokenizer | None) -> Iterator[Toke
         try:
             found = _Line.model_validate_json(line)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
+            where, problem = first_problem(error)
             raise KilnError(
-                f"{origin}: {f'{where}: ' if where else ''}{first['msg']}; expected an object such as "
+                f"{origin}: {f'{where}: ' if where else ''}{problem}; expected an object such as "
                 '{"prompt": "text"}, {"messages": [{"role": "user", "content": "text"}]} or {"token_ids": [1, 2]}'
             ) from error
         try:

@@ -15,8 +15,8 @@ from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.runtime.engine import Engine
 from engines.runtime.info import EngineInfo
 from engines.runtime.opening import default_kv_blocks
-from passes.manager import link_or_copy
-from passes.onnx_model import DecoderSpec, OnnxModel, external_files, load_structure, onnx_model_from_path
+from passes.manager import link_weights
+from passes.onnx_model import DecoderSpec, OnnxModel, load_structure, onnx_model_from_path
 from pipeline.compare.engine_subject import EngineDecoder, EnginePlain, scheduling
 from pipeline.compare.inputs import input_specs_from_graph
 from pipeline.compare.machine import package_versions
@@ -75,8 +75,7 @@ def bound_graph(path: Path, folder: Path) -> Path:
     for node in exported:
         node.domain = DOMAIN
     proto.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
-    for source in external_files(path, proto):
-        link_or_copy(source, folder / source.relative_to(path.parent))
+    link_weights(path, folder)
     bound = folder / path.name
     bound.write_bytes(proto.SerializeToString())
     return bound

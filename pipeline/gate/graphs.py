@@ -11,8 +11,8 @@ from engines.bundle import open_bundle
 from engines.runtime.engine import Engine
 from engines.runtime.info import EngineInfo
 from engines.runtime.opening import check_plugins, default_kv_blocks
-from passes.manager import link_or_copy
-from passes.onnx_model import DECODER_METADATA, DecoderSpec, external_files, load_structure, onnx_model_from_path
+from passes.manager import link_weights
+from passes.onnx_model import DECODER_METADATA, DecoderSpec, load_structure, onnx_model_from_path
 from pipeline.compare.engine_subject import EngineDecoder, EnginePlain, scheduling
 from pipeline.compare.onnx_subject import bound_graph
 from pipeline.compare.report import Side
@@ -83,8 +83,7 @@ def with_rounded_cache(graph: GraphFile, dtype: CacheDtype = "bfloat16") -> Iter
         decoder = replace(graph.decoder, kv=replace(graph.decoder.kv, dtype=dtype))
         kept = {entry.key: entry.value for entry in proto.metadata_props}
         onnx.helper.set_model_props(proto, {**kept, DECODER_METADATA: decoder.to_json()})
-        for file in external_files(source.path, load_structure(source.path)):
-            link_or_copy(file, Path(folder) / file.relative_to(source.path.parent))
+        link_weights(source.path, Path(folder))
         path = Path(folder) / source.path.name
         path.write_bytes(proto.SerializeToString())
         yield GraphFile(path, decoder, graph.plugins)

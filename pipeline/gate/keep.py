@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pipeline.gate.layers import LayerRow
 from pipeline.gate.report import KeepAdvice, Trial
-from pipeline.gate.smallest import smallest_set
+from pipeline.smallest import smallest_set
 
 _NAMED = 5
 """Layers that are named where none were tried, or none helped."""

@@ -23,7 +23,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pipeline.compare.report import Direction
 from pipeline.compare.tolerance import Limit
 from pipeline.gate.metrics import db_from_ratio, expected_agreement, ratio_from_db
-from plugins.errors import KilnError
+from plugins.errors import KilnError, first_problem
 
 Dimension = Literal["numeric", "distribution", "generation"]
 Law = Literal["power", "amplitude", "share", "cosine", "db", "hazard", "spread", "resolution", "perplexity", "kl"]
@@ -143,10 +143,9 @@ def limits_from_toml(path: Path) -> GateLimits:
     try:
         return TypeAdapter(GateLimits).validate_python({"origin": path.name, **document})
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where, problem = first_problem(error)
         place = f"field '{where}': " if where else ""
-        raise KilnError(f"the limits {path}: {place}{first['msg']}") from error
+        raise KilnError(f"the limits {path}: {place}{problem}") from error
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engines.runtime.sequence import Lane
-from plugins.errors import KilnError
+from plugins.errors import KilnError, first_problem
 
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MOST_TOKENS = 10**7
@@ -242,10 +242,9 @@ def _request_from_json(path: Path, number: int, line: str) -> TraceRequest:
     try:
         return TraceRequest.model_validate_json(line)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where, problem = first_problem(error)
         raise KilnError(
-            f"{path}, line {number}: {f'{where}: ' if where else ''}{first['msg']}; expected an object such as "
+            f"{path}, line {number}: {f'{where}: ' if where else ''}{problem}; expected an object such as "
             '{"arrival": 0.5, "prompt_tokens": 300, "output_tokens": 50}'
         ) from error
 

@@ -5,15 +5,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import onnx_graphsurgeon as gs
+
 from passes.base import Pass
 from passes.graph import graph_from_path, proto_from_graph, tidy
-from passes.manager import link_or_copy
-from passes.onnx_model import external_files, load_structure
+from passes.manager import link_weights
+from passes.onnx_model import load_structure
 from passes.quantization.plan import PrecisionPlan
 from passes.shapes import infer_shapes
 
 Rewrites = Callable[[PrecisionPlan], Sequence[Pass]]
 """The passes that apply a plan."""
+
+
+def apply(graph: gs.Graph, passes: Sequence[Pass]) -> None:
+    """Rewrite a graph in place, each pass on what the one before has left."""
+    for graph_pass in passes:
+        infer_shapes(graph)
+        graph_pass.call(graph)
+        tidy(graph)
 
 
 @contextmanager
@@ -24,14 +34,10 @@ def candidate(reference: Path, plan: PrecisionPlan, rewrites: Rewrites) -> Itera
     """
     proto = load_structure(reference)
     graph = graph_from_path(reference)
-    for rewrite in rewrites(plan):
-        infer_shapes(graph)
-        rewrite.call(graph)
-        tidy(graph)
+    apply(graph, rewrites(plan))
     metadata = {entry.key: entry.value for entry in proto.metadata_props}
     with TemporaryDirectory(dir=reference.parent, prefix=f".{reference.name}-") as folder:
-        for file in external_files(reference, proto):
-            link_or_copy(file, Path(folder) / file.relative_to(reference.parent))
+        link_weights(reference, Path(folder))
         path = Path(folder) / reference.name
         path.write_bytes(proto_from_graph(graph, metadata).SerializeToString())
         yield path

@@ -40,13 +40,13 @@ def judge_engine(
     candidate: Path,
     schemes: tuple[str, ...],
     subject: CalibrationModel,
-    specs: Sequence[str],
+    specs: Callable[[], Sequence[str]],
     config: QuantizeConfig,
     rebuild: Callable[[Sequence[str]], Path],
     progress: Progress,
     threads: int | None = None,
 ) -> GateReport:
-    """Hold a quantised graph against the float one. `specs`: what was or would be calibrated on."""
+    """Hold a quantised graph against the float one. `specs` names what was or would be calibrated on."""
     limits = limits_from_toml(config.limits) if config.limits else GateLimits()
     data: GateData
     generation = GenerationConfig()
@@ -76,14 +76,14 @@ def _texts(tokenizer: Tokenizer | None, config: QuantizeConfig, context: int, ne
     return decoder_data_from_tokens([ids], default_cuts(context, new_tokens), origin)
 
 
-def _samples(subject: CalibrationModel, specs: Sequence[str], config: QuantizeConfig) -> PlainData:
+def _samples(subject: CalibrationModel, specs: Callable[[], Sequence[str]], config: QuantizeConfig) -> PlainData:
     if config.samples is not None:
         samples = samples_from_npz(config.samples)
         kind = "classifier" if samples[0].labels is not None else "embedding"
         return PlainData(kind, (PlainStratum("all", samples),), str(config.samples))  # type: ignore[arg-type]
     calibration: CalibrationConfig = config.calibration
     drawn = calibration_set(
-        specs, subject, replace(calibration.data, seed=calibration.data.seed + _OTHER_SEED, samples=16)
+        specs(), subject, replace(calibration.data, seed=calibration.data.seed + _OTHER_SEED, samples=16)
     )
     strata = tuple(
         PlainStratum(name, [Sample(s.read()) for s in drawn.samples if drawn.stratum_of(s) == name])

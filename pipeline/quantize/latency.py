@@ -18,11 +18,11 @@ import onnx_graphsurgeon as gs
 
 from engines.backends.onnxruntime import ALTERNATING, OnnxRuntimeModel
 from passes.base import Pass
-from passes.graph import graph_from_path, proto_from_graph, tidy
+from passes.graph import graph_from_path, proto_from_graph
 from passes.quantization.layers import Layer, name_layers
 from passes.quantization.plan import LayerPlan, PrecisionPlan
 from passes.shapes import infer_shapes
-from pipeline.quantize.candidates import Rewrites
+from pipeline.quantize.candidates import Rewrites, apply
 
 Shape = tuple[int, ...]
 _SECONDS = 0.15
@@ -128,11 +128,8 @@ def _write_layer(reference: Path, layer: Layer, shape: Shape, target: Path, rewr
     for constant in graph.tensors().values():
         if isinstance(constant, gs.Constant):
             constant.values = np.asarray(constant.values)  # beside nobody else's files
+    apply(graph, rewrites)
     infer_shapes(graph)
-    for rewrite in rewrites:
-        rewrite.call(graph)
-        tidy(graph)
-        infer_shapes(graph)
     target.write_bytes(proto_from_graph(graph).SerializeToString())
 
 

@@ -5,7 +5,7 @@ Nothing is written but what the caller names. The verdict on the result is the g
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -23,7 +23,7 @@ from passes.quantization.rewrite import check_plan, quantising_passes
 from passes.quantization.table import CalibrationTable, table_from_json
 from passes.quantize_cache import QuantizeCache
 from passes.standard import PassTarget
-from pipeline.calibration import Calibration, calibrate
+from pipeline.calibration import calibrate
 from pipeline.calibration.calibrating import covered_set
 from pipeline.calibration.moments import moments_of
 from pipeline.calibration.running import ObservingSession, prepared_graph
@@ -56,13 +56,12 @@ class Quantisation:
 
     plan: PrecisionPlan
     table: CalibrationTable | None
-    calibration: Calibration | None
     layers: tuple[Layer, ...]
     target: PassTarget
     moments: Mapping[str, NDArray]
     subject: CalibrationModel
-    specs: tuple[str, ...]
-    """Data on which the model was or would be calibrated."""
+    specs: Callable[[], tuple[str, ...]]
+    """Names the data on which the model was or would be calibrated. Raises KilnError where there is none."""
     config: QuantizeConfig
     attends_in_bf16: bool
 
@@ -122,21 +121,16 @@ class _Stage:
         return (f"text:{path}",)
 
     def result(
-        self,
-        plan: PrecisionPlan,
-        table: CalibrationTable | None,
-        calibration: Calibration | None,
-        moments: Mapping[str, NDArray],
+        self, plan: PrecisionPlan, table: CalibrationTable | None, moments: Mapping[str, NDArray]
     ) -> Quantisation:
         return Quantisation(
             plan,
             table,
-            calibration,
             tuple(self.layers),
             self.target,
             moments,
             self.model,
-            self.specs,
+            lambda: self.specs,
             self.config,
             self._attends_in_bf16(plan),
         )
@@ -158,19 +152,19 @@ class _Stage:
             self._data = covered_set(self.specs, self.model, self.config.calibration, self.progress)[0]
         return self._data
 
-    def table(self, plans: Sequence[LayerPlan]) -> tuple[CalibrationTable | None, Calibration | None]:
+    def table(self, plans: Sequence[LayerPlan]) -> CalibrationTable | None:
         if self.config.table is not None:
             table = table_from_json(self.config.table)
             table.require_model(self.sha256)
-            return table, None
+            return table
         if not any(plan.scheme in STATIC or plan.smooth is not None or plan.rounding == "awq" for plan in plans):
-            return None, None
+            return None
         config = self.config.calibration
         if any(layer.kind == "Conv" for layer in self.layers):  # all of such a network is computed in integers
             config = replace(config, observe=replace(config.observe, everything=True))
         found = calibrate(self.specs, self.model, config, self.progress)
         self._data = found.data
-        return found.table, found
+        return found.table
 
     def moments(self, plans: Mapping[str, Sequence[LayerPlan]]) -> dict[str, NDArray]:
         names = [name for name, options in plans.items() if any(plan.rounding in ("gptq", "awq") for plan in options)]
@@ -201,11 +195,11 @@ def quantisation_for(
     if config.plan is not None:
         return _given(stage, plan_from_toml(config.plan))
     choices = choices_for(stage.layers, target, config)
-    table, calibration = stage.table([plan for plans in choices.plans.values() for plan in plans])
+    table = stage.table([plan for plans in choices.plans.values() for plan in plans])
     moments = stage.moments(choices.plans)
     plan = _planned(stage, choices, table, moments)
     plan = replace(plan, kv=config.kv, origin=_origin(stage, table))
-    return stage.result(plan, table, calibration, moments)
+    return stage.result(plan, table, moments)
 
 
 def _given(stage: _Stage, plan: PrecisionPlan) -> Quantisation:
@@ -216,9 +210,9 @@ def _given(stage: _Stage, plan: PrecisionPlan) -> Quantisation:
         plan = replace(plan, model_sha256=stage.sha256)
     plan = replace(plan.keeping(stage.config.kept(stage.layers), "kept: --keep"), kv=stage.config.kv or plan.kv)
     check_plan(plan, stage.layers, stage.target)
-    table, calibration = stage.table(list(plan.layers.values()))
+    table = stage.table(list(plan.layers.values()))
     moments = stage.moments({name: (layer,) for name, layer in plan.layers.items()})
-    return stage.result(plan, table, calibration, moments)
+    return stage.result(plan, table, moments)
 
 
 def _planned(

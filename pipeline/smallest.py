@@ -6,20 +6,23 @@ until it holds and then halved between; last, single items are taken out again, 
 """
 
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+_Item = TypeVar("_Item")
 
 
 def smallest_set(
-    ranking: Sequence[str], holds: Callable[[tuple[str, ...]], bool], trials: int
-) -> tuple[str, ...] | None:
+    ranking: Sequence[_Item], holds: Callable[[tuple[_Item, ...]], bool], trials: int
+) -> tuple[_Item, ...] | None:
     """The smallest set found, None where it holds for none that was tried. `holds` is called at most `trials` times."""
     return _Search(ranking, holds, trials).run() if ranking and trials > 0 else None
 
 
-class _Search:
-    def __init__(self, ranking: Sequence[str], holds: Callable[[tuple[str, ...]], bool], left: int) -> None:
+class _Search(Generic[_Item]):
+    def __init__(self, ranking: Sequence[_Item], holds: Callable[[tuple[_Item, ...]], bool], left: int) -> None:
         self._ranking, self._holds, self._left = ranking, holds, left
 
-    def run(self) -> tuple[str, ...] | None:
+    def run(self) -> tuple[_Item, ...] | None:
         count, failed = 1, 0
         while not self._try(self._ranking[:count]):
             if count == len(self._ranking) or not self._left:
@@ -38,6 +41,6 @@ class _Search:
                 keep = rest
         return tuple(keep)
 
-    def _try(self, names: Sequence[str]) -> bool:
+    def _try(self, items: Sequence[_Item]) -> bool:
         self._left -= 1
-        return self._holds(tuple(names))
+        return self._holds(tuple(items))
