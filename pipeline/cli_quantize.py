@@ -1,7 +1,7 @@
 """The options of `build-engine` that quantise."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import click
 
@@ -11,6 +11,25 @@ from pipeline.quantize.config import ATTENTIONS, QUANTS, SEARCHES, QuantizeConfi
 
 _DEFAULTS = QuantizeConfig()
 _FILE = click.Path(path_type=Path)
+
+
+class _SmoothType(click.ParamType):
+    """An alpha, `search` or `none`."""
+
+    name = "ALPHA|search|none"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float | Literal["search", "none"]:
+        if value in ("search", "none"):
+            return value  # type: ignore[no-any-return]
+        try:
+            alpha = float(value)
+        except ValueError:
+            self.fail(f"expected a number, search or none; found {value!r}", param, ctx)
+        if not 0 <= alpha <= 1:
+            self.fail(f"expected 0 to 1; found {value}", param, ctx)
+        return alpha
 
 
 def quantize_options(command: Any) -> Any:
@@ -33,7 +52,12 @@ def quantize_options(command: Any) -> Any:
         click.option(
             "--rounding", type=click.Choice(get_args(Rounding)), default=_DEFAULTS.rounding, show_default=True
         ),
-        click.option("--smooth", type=float, help="SmoothQuant's alpha, 0 to 1.  [default: off]"),
+        click.option(
+            "--smooth",
+            type=_SmoothType(),
+            help="SmoothQuant's alpha, 0 to 1, for all layers; or 'search' each layer's own; or 'none'.  "
+            "[default: search for w8a8, else none]",
+        ),
         click.option(
             "--kv-cache",
             "kv",

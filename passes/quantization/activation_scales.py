@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from passes.quantization.gptq import output_error
 from passes.quantization.grid import Grid, round_to_nearest
+from passes.quantization.table import Range, TensorStatistics
 
 AWQ_STEPS = 20
 _SMALLEST = 1e-5
@@ -32,6 +33,15 @@ def smoothing_scales(
     """
     rows = np.max([np.abs(weight).max(axis=1) for weight in weights], axis=0)
     return _tied_power(np.asarray(activations, np.float64), rows.astype(np.float64), alpha, tied)
+
+
+def range_after(statistics: TensorStatistics, factors: NDArray[np.floating]) -> Range:
+    """An activation's range once its channels are divided by `factors` [depth]."""
+    if statistics.channels is not None:
+        low, high = (np.array(ends) / factors for ends in (statistics.channels.low, statistics.channels.high))
+        return Range(float(low.min()), float(high.max()))
+    largest = float((np.array(statistics.channel_magnitudes) / factors).max())
+    return Range(-largest, largest)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from passes.pattern import (
     producer,
     values_of,
 )
+from passes.quantization.activation_scales import range_after
 from passes.quantization.layers import Layer, layer_of, name_layers
 from passes.quantization.plan import STATIC, LayerPlan, PrecisionPlan, Scheme
 from passes.quantization.products import Product, product_of, stored_weight
@@ -148,7 +149,7 @@ class InsertQdq:
             return made[maker.inputs[0].name].parameters
         readers = [layers[id(node)][1] for node in consumers(tensor) if id(node) in layers]
         factors = self.rescaled.of(readers[0]) if readers else None
-        found = self._range(graph, tensor) if factors is None else self._rescaled_range(tensor, factors)
+        found = self._range(graph, tensor) if factors is None else range_after(self.table.of(tensor.name), factors)
         return activation_parameters(found, stored, bounds_of(maker))
 
     def _range(self, graph: gs.Graph, tensor: gs.Tensor) -> Range:
@@ -162,15 +163,6 @@ class InsertQdq:
                 )
             known = further
         return self.table.of(known.name).range
-
-    def _rescaled_range(self, tensor: gs.Tensor, factors: NDArray) -> Range:
-        """After channels were divided by `factors`."""
-        statistics = self.table.of(tensor.name)
-        if statistics.channels is not None:
-            low, high = (np.array(ends) / factors for ends in (statistics.channels.low, statistics.channels.high))
-            return Range(float(low.min()), float(high.max()))
-        largest = float((np.array(statistics.channel_magnitudes) / factors).max())
-        return Range(-largest, largest)
 
     def _require_types(self, graph: gs.Graph, node: gs.Node, layer: Layer, scheme: Scheme) -> None:
         dtype = str(stored_weight(node).dtype)

@@ -44,31 +44,34 @@ def statistics_from_logits(a: NDArray, b: NDArray, next_tokens: NDArray[np.integ
 
     Equal infinities (masked-out vocabulary) count as equal; any NaN makes that token's figures NaN.
     """
-    a64, b64 = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
-        error = np.abs(a64 - b64)
-        error[a64 == b64] = 0.0
-        log_a, log_b = _log_softmax(a64), _log_softmax(b64)
-        probability = np.exp(log_a)
-        terms = probability * (log_a - log_b)
-        terms[probability == 0.0] = 0.0
-        kl = np.maximum(terms.sum(axis=1), 0.0)  # rounding can make it negative; NaN stays NaN
-    finite = ~(np.isnan(a64).any(axis=1) | np.isnan(b64).any(axis=1))
-    rows = np.arange(len(next_tokens))
-    return TokenStatistics(
-        error_max=error.max(axis=1),
-        error_mean=error.mean(axis=1),
-        kl=kl,
-        agree=finite & (a64.argmax(axis=1) == b64.argmax(axis=1)),
-        nll_a=-log_a[rows, next_tokens],
-        nll_b=-log_b[rows, next_tokens],
-    )
+    tokens = len(a)
+    error_max, error_mean, kl, nll_a, nll_b = (np.empty(tokens) for _ in range(5))
+    agree = np.empty(tokens, np.bool_)
+    for row in range(tokens):  # one at a time: what is computed on the way stays in the cache
+        a64, b64 = a[row].astype(np.float64), b[row].astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            error = np.abs(a64 - b64)
+            error[a64 == b64] = 0.0
+            (log_a, probability), (log_b, _) = _log_softmax(a64), _log_softmax(b64)
+            terms = probability * (log_a - log_b)
+            terms[probability == 0.0] = 0.0
+            kl[row] = np.maximum(terms.sum(), 0.0)  # rounding can make it negative; NaN stays NaN
+        error_max[row], error_mean[row] = error.max(), error.mean()
+        agree[row] = not np.isnan(error_max[row]) and a64.argmax() == b64.argmax()
+        if row < len(next_tokens):
+            nll_a[row], nll_b[row] = -log_a[next_tokens[row]], -log_b[next_tokens[row]]
+    scored = slice(len(next_tokens))
+    return TokenStatistics(error_max, error_mean, kl, agree, nll_a[scored], nll_b[scored])
 
 
-def _log_softmax(logits: FloatArray) -> FloatArray:
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return shifted
+def _log_softmax(logits: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Of one row, and its exponentials."""
+    shifted = logits - logits.max()
+    powers = np.exp(shifted)
+    total = powers.sum()
+    shifted -= np.log(total)
+    powers /= total
+    return shifted, powers
 
 
 @dataclass(frozen=True)

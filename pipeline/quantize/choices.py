@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from passes.quantization.layers import Layer
 from passes.quantization.plan import DYNAMIC, LayerPlan, Scheme
 from passes.quantization.rewrite import kernels_of
+from passes.quantization.smooth_search import INTEGER_ACTIVATIONS
 from passes.quantization.support import supported_schemes
 from passes.standard import PassTarget
 from pipeline.quantize.config import QuantizeConfig
@@ -69,5 +70,5 @@ def _plan(scheme: Scheme, target: PassTarget, config: QuantizeConfig) -> LayerPl
         group_size=group,
         activation_group_size=group if scheme in DYNAMIC and own else 0,
         rounding=config.rounding if scheme != "fp8" else "rtn",
-        smooth=config.smooth if scheme in (*DYNAMIC, "w8a8") else None,
+        smooth=config.smooth if isinstance(config.smooth, float) and scheme in INTEGER_ACTIVATIONS else None,
     )

@@ -42,8 +42,9 @@ class QuantizeConfig:
     """Whether the first and the last layer keep float activations, and float weights where nothing else is possible."""
     group_size: int | None = None
     rounding: Rounding = "rtn"
-    smooth: float | None = None
-    """SmoothQuant's alpha for layers with INT8 activations; None searches one per layer for static ranges."""
+    smooth: float | Literal["search", "none"] | None = None
+    """SmoothQuant's alpha for layers with INT8 activations; `search` finds each layer's own. None: a search for static
+    ranges, which need calibration anyway, and nothing for dynamic ones."""
     kv: KvScheme = ""
     kv_limit: int | None = None
     """Most tokens of a sequence with an INT8 cache."""

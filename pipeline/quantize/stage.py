@@ -39,6 +39,7 @@ from pipeline.quantize.judge import DecoderJudge, Difference, Judge, PlainJudge,
 from pipeline.quantize.latency import LayerClock, Phase
 from pipeline.quantize.material import ORIGIN, default_text
 from pipeline.quantize.sensitivity import Findings, measure_sensitivity
+from pipeline.quantize.smoothing import layers_to_smooth, smoothed
 from pipeline.verify import StepClock
 from plugins.errors import KilnError
 
@@ -152,12 +153,13 @@ class _Stage:
             self._data = covered_set(self.specs, self.model, self.config.calibration, self.progress)[0]
         return self._data
 
-    def table(self, plans: Sequence[LayerPlan]) -> CalibrationTable | None:
+    def table(self, plans: Sequence[LayerPlan], required: bool = False) -> CalibrationTable | None:
+        """The user's, or one made now where a plan needs it or it is `required`."""
         if self.config.table is not None:
             table = table_from_json(self.config.table)
             table.require_model(self.sha256)
             return table
-        if not any(plan.scheme in STATIC or plan.smooth is not None or plan.rounding == "awq" for plan in plans):
+        if not (required or any(p.scheme in STATIC or p.smooth is not None or p.rounding == "awq" for p in plans)):
             return None
         config = self.config.calibration
         if any(layer.kind == "Conv" for layer in self.layers):  # all of such a network is computed in integers
@@ -195,7 +197,11 @@ def quantisation_for(
     if config.plan is not None:
         return _given(stage, plan_from_toml(config.plan))
     choices = choices_for(stage.layers, target, config)
-    table = stage.table([plan for plans in choices.plans.values() for plan in plans])
+    searched = layers_to_smooth(config, choices)
+    table = stage.table([plan for plans in choices.plans.values() for plan in plans], bool(searched))
+    if searched and table is not None:
+        observe = config.calibration.observe
+        choices = smoothed(choices, searched, subject, stage.data(), table, observe, progress)
     moments = stage.moments(choices.plans)
     plan = _planned(stage, choices, table, moments)
     plan = replace(plan, kv=config.kv, origin=_origin(stage, table))

@@ -1,5 +1,5 @@
-"""What quantised rows and products are, in NumPy: rows bit by bit, products in integers and float64. For tests; speed
-does not matter.
+"""What quantised rows and products are, in NumPy: rows bit by bit, products in integers and float64. Speed does not
+matter.
 """
 
 import numpy as np

@@ -18,6 +18,23 @@ from passes.shapes import infer_shapes
 Feeds = dict[str, NDArray]
 
 
+def transformer(tools, rank: int = 3, opset: int = 21, bias: bool = True) -> onnx.ModelProto:
+    """Norm, two products of it, one with an Add, GELU-like nonlinearity, down projection, residual."""
+    weights, make = tools.Weights(), helper.make_node
+    gamma, beta = weights.positive("gamma", 32), weights.normal("beta", 32)
+    nodes = [
+        make("LayerNormalization", ["x", gamma, beta], ["n"], axis=-1),
+        make("MatMul", ["n", weights.normal("w1", 32, 48)], ["h"], name="up"),
+        make("MatMul", ["n", weights.normal("w2", 32, 48)], ["g"], name="gate"),
+        make("Add", ["h", weights.normal("b1", 48)] if bias else ["h", "h"], ["hb"]),
+        make("Tanh", ["g"], ["t"]),
+        make("Mul", ["t", "hb"], ["a"]),
+        make("MatMul", ["a", weights.normal("w3", 48, 32)], ["d"], name="down"),
+        make("Add", ["d", "x"], ["y"]),
+    ]
+    return tools.model(nodes, weights, [2, 5, 32][3 - rank :], opset=opset)
+
+
 def tensors_of(tools, model: onnx.ModelProto, feeds: Feeds) -> dict[str, NDArray]:
     """Every float tensor that is computed or fed."""
     watched = onnx.ModelProto()
