@@ -55,12 +55,7 @@ def quantised_engine(
         progress.note(f"{count} of {len(found.layers)} layers as {scheme}")
 
     def write(target: Path, keep: Sequence[str] = ()) -> tuple[OnnxModel, tuple[PassReport, ...]]:
-        first = found.passes(keep)
-        made = optimize(model, target, sku, passes, feeds, table=BINDING_TABLE, first=first)
-        for report in made[1][: len(first)]:
-            if report.rolled_back:
-                raise KilnError(f"the model cannot be quantised as planned: {report.name}: {report.rolled_back}")
-        return made
+        return rewritten(model, target, found, sku, passes, feeds, keep)
 
     with progress.stage("quantise"):
         made, reports = write(engine)
@@ -78,14 +73,36 @@ def quantised_engine(
     require_passed(report)
     progress.note(report.sentence())
     shutil.rmtree(work)
-    return made, reports, _written(engine.parent, found, report)
+    return made, reports, written(engine.parent, found, report)
+
+
+def rewritten(
+    model: OnnxModel,
+    target: Path,
+    found: Quantisation,
+    sku: Sku,
+    passes: OptimizeConfig,
+    feeds: Sequence[Feeds] | None = None,
+    keep: Sequence[str] = (),
+) -> tuple[OnnxModel, tuple[PassReport, ...]]:
+    """Apply a plan to the graph that it was made for, with more layers kept float, and bind the result to its backend.
+
+    Raises KilnError where a pass of the plan had to be undone.
+    """
+    first = found.passes(keep)
+    made = optimize(model, target, sku, passes, feeds, table=BINDING_TABLE, first=first)
+    for report in made[1][: len(first)]:
+        if report.rolled_back:
+            raise KilnError(f"the model cannot be quantised as planned: {report.name}: {report.rolled_back}")
+    return made
 
 
 def _schemes(found: Quantisation) -> dict[str, int]:
     return dict(Counter(found.plan.of(layer.name).scheme for layer in found.layers))
 
 
-def _written(folder: Path, found: Quantisation, report: GateReport) -> QuantizationRecord:
+def written(folder: Path, found: Quantisation, report: GateReport) -> QuantizationRecord:
+    """Write plan, table and the gate's report into a bundle's folder, whether it passed or not."""
     (folder / FOLDER).mkdir()
     texts = {"plan.toml": found.plan.to_toml(), "gate.json": report.to_json()}
     if found.table is not None:

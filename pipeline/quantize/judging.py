@@ -42,11 +42,14 @@ def judge_engine(
     subject: CalibrationModel,
     specs: Callable[[], Sequence[str]],
     config: QuantizeConfig,
-    rebuild: Callable[[Sequence[str]], Path],
+    rebuild: Callable[[Sequence[str]], Path] | None,
     progress: Progress,
     threads: int | None = None,
 ) -> GateReport:
-    """Hold a quantised graph against the float one. `specs` names what was or would be calibrated on."""
+    """Hold a quantised graph against the float one. `specs` names what was or would be calibrated on.
+
+    Without `rebuild` the layers to keep are named and not tried.
+    """
     limits = limits_from_toml(config.limits) if config.limits else GateLimits()
     data: GateData
     generation = GenerationConfig()
