@@ -42,24 +42,30 @@ from plugins.measure import usable_cpus
 
 _SHOWN = {"bytes": ("MiB", 1 / 2**20), "s": ("ms", 1e3)}
 """Unit to the one that the table shows, and the factor between them."""
-_DECODE_PROMPT = 128
-_DECODE_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Options of a measurement. Prompt lengths in tokens; a model with a shorter context gets the longest it holds."""
+    """Options of a measurement. Lengths in tokens; a model with a shorter context gets the longest it holds.
+
+    Decoding is measured over `decode_tokens` after a prompt of `decode_prompt`.
+    """
 
     threads: int | None = None
     repetitions: int = 3
     prompt_lengths: tuple[int, ...] = (512, 2048)
     decode_batches: tuple[int, ...] = (1, 16)
+    decode_prompt: int = 128
+    decode_tokens: int = 64
     batches: tuple[int, ...] = (1, 8)
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.repetitions < 1:
             raise KilnError(f"repetitions is {self.repetitions}; expected at least 1")
+        for name, least in (("decode_prompt", 1), ("decode_tokens", 2)):
+            if getattr(self, name) < least:
+                raise KilnError(f"{name} is {getattr(self, name)}; expected at least {least}")
         if self.threads is not None and self.threads < 1:
             raise KilnError(f"threads is {self.threads}; expected at least 1, or none for every CPU")
 
@@ -219,8 +225,8 @@ def _bench_decoder(
             first = _Sample("first_token", title, "s", times, operations, work.weight_bytes, 0, False)
         held = max(held, length + 1)
     for batch in config.decode_batches:
-        new = min(_DECODE_TOKENS, max(engine.max_length // 2, 1))
-        start = min(_DECODE_PROMPT, engine.max_length - new)
+        new = min(config.decode_tokens, max(engine.max_length // 2, 1))
+        start = min(config.decode_prompt, engine.max_length - new)
         with progress.stage(f"decode, batch {batch}"):
             runs = [_decode_rate(engine, [prompt(start) for _ in range(batch)], new) for _ in range(config.repetitions)]
         context = start + new / 2

@@ -1,0 +1,27 @@
+"""What a part of the report found: tables with claims, of the same form as the serving report's."""
+
+from serving_bench.setting import Findings, Verdict
+
+from pipeline.gate.report import GateReport
+
+__all__ = ["Findings", "Verdict", "at_least", "at_most", "gate_in_words"]
+
+
+def at_most(claim: str, value: float, limit: float, form: str = ".2%") -> Verdict:
+    return Verdict(f"{claim} at most {limit:{form}}", f"{value:{form}}", value <= limit)
+
+
+def at_least(claim: str, value: float, limit: float, form: str = ".4f") -> Verdict:
+    return Verdict(f"{claim} at least {limit:{form}}", f"{value:{form}}", value >= limit)
+
+
+def gate_in_words(report: GateReport | None) -> str:
+    """The gate's verdict for a table's cell."""
+    if report is None:
+        return "not asked"
+    judged = sum(check.judged for check in report.checks)
+    if report.passed:
+        return f"passes, {judged} checks"
+    first = report.failures[0]
+    more = f" and {len(report.failures) - 1} more" if len(report.failures) > 1 else ""
+    return f"refuses: {first.check.title} on {first.stratum}{more}"

@@ -1,0 +1,220 @@
+"""Speed of a decoder's bundles beside this machine's ceilings and, where they were run, other stacks.
+
+Prefill and decoding through `pipeline.bench`; many requests at once through the engine, as a server runs them. Ceilings
+are those of the scheme: products at four times the FP32 peak where they are of integers (VNNI), and each step's weights
+and cache read from memory once.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engines.bundle import EngineBundle
+from engines.runtime.engine import Engine
+from engines.runtime.request import Request, SamplingParams
+from pipeline.bench import BenchConfig, bench
+from pipeline.floors import DecoderWork, decoder_work_from_graph
+from plugins.measure import fp32_peak, read_bandwidth
+from quantization_report.decoder import LIKE_QUALITY, Decoder
+from quantization_report.findings import Findings, Verdict
+from quantization_report.peers import Anchor, Peer, anchor_from_folder, peers_from_folder
+from quantization_report.setting import Setting
+
+PREFILL, CONTEXT = (512, 2048), 512
+REQUESTS, PROMPT, SHARED, ANSWER = 16, 256, 128, 64
+DECODED = 128
+"""Tokens that are decoded after a prompt of CONTEXT tokens."""
+VNNI = 4
+"""INT8 operations of an instruction for each FP32 operation of one."""
+WORKLOADS = {
+    "prefill 512": 1.15,
+    "prefill 2048": 1.15,
+    "decode": 1.3,
+    "16 requests": 1.25,
+}
+"""How many times the best peer of like quality each is to be."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Tokens/s by workload: medians, what this machine could do at best, and lowest and highest.
+
+    `equal`: greedy tokens that equal FP32's after the peers' prompt, else the mean over the report's own prompts.
+    """
+
+    median: Mapping[str, float]
+    ceiling: Mapping[str, float]
+    spread: Mapping[str, tuple[float, float]]
+    equal: float
+
+
+def speed(decoder: Decoder, setting: Setting) -> Findings:
+    bundles = {"FP32": decoder.maker.parent, **{name: made.bundle for name, made in decoder.made.items()}}
+    work = decoder_work_from_graph(decoder.maker.parent.engine_path, decoder.maker.parent.manifest.decoder)
+    peak, bandwidth = fp32_peak(setting.threads), read_bandwidth(threads=setting.threads)
+    peers = peers_from_folder(setting.peers) if setting.peers else ()
+    anchor = anchor_from_folder(setting.peers) if setting.peers else None
+    rates = {}
+    for name, bundle in bundles.items():
+        integers = decoder.made[name].integer_products if name in decoder.made else 0.0
+        ceiling = _Ceiling(work, bundle, peak, bandwidth, integers)
+        rates[name] = _rates(name, bundle, ceiling, setting, anchor, _own_equal(decoder, name))
+    rows = [
+        (name, *(_cell(found, workload) for workload in WORKLOADS), f"{found.equal:.0f}")
+        for name, found in rates.items()
+    ]
+    rows += [
+        (
+            peer.label,
+            *(f"{peer.rates[w]:,.0f}" if w in peer.rates else "" for w in WORKLOADS),
+            "" if peer.equal is None else str(peer.equal),
+        )
+        for peer in peers
+    ]
+    verdicts = _verdicts(rates, peers) if peers else []
+    columns = ("graph or stack", *WORKLOADS, "greedy tokens as FP32's")
+    notes = [
+        f"Tokens/s, medians, and in brackets the share of the ceiling; {setting.threads} threads. Decoding: one "
+        f"sequence, {DECODED} tokens after {CONTEXT}. 16 requests: {PROMPT} tokens in, the first {SHARED} the same, "
+        f"{ANSWER} out, sent at once; output tokens over wall time. Ceilings: FP32 {peak / 1e9:.0f} Gop/s, INT8 taken "
+        f"as {VNNI} times that, reading {bandwidth / 1e9:.1f} GB/s, measured in this run."
+    ]
+    if not peers:
+        notes.append("Other stacks were not run beside it (`--peers`).")
+    return Findings(
+        "speed", f"{decoder.name}: speed", columns, rows, verdicts, _data(rates, peers, peak, bandwidth), notes
+    )
+
+
+@dataclass(frozen=True)
+class _Ceiling:
+    """What a bundle's workloads could reach. `integers`: the share of its products that are of integers."""
+
+    float_work: DecoderWork
+    bundle: EngineBundle
+    peak: float
+    bandwidth: float
+    integers: float
+
+    @property
+    def rate(self) -> float:
+        """Operations/s of all products and attention, as if all of them were of the scheme's kind."""
+        return self.peak * (VNNI if self.integers > 0.5 else 1)
+
+    @property
+    def work(self) -> DecoderWork:
+        """Bytes of the bundle's own graph; operations are the float graph's."""
+        return decoder_work_from_graph(self.bundle.engine_path, self.bundle.manifest.decoder)
+
+    def prefill(self, tokens: int) -> float:
+        return tokens / max(
+            self.float_work.prefill_operations(tokens) / self.rate, self.work.weight_bytes / self.bandwidth
+        )
+
+    def step(self, batch: int, context: float) -> float:
+        """Seconds of a step that decodes `batch` sequences."""
+        return max(
+            self.float_work.decode_operations(batch, context) / self.rate,
+            self.work.decode_bytes(batch, context) / self.bandwidth,
+        )
+
+    def requests(self) -> float:
+        """Each prompt's own part once, the shared one once, then steps of all."""
+        first = self.float_work.prefill_operations(PROMPT)
+        other = first - self.float_work.prefill_operations(SHARED)
+        prompts = (first + (REQUESTS - 1) * other) / self.rate
+        steps = (ANSWER - 1) * self.step(REQUESTS, PROMPT + ANSWER / 2)
+        return REQUESTS * ANSWER / (prompts + steps)
+
+
+def _rates(
+    name: str, bundle: EngineBundle, ceiling: _Ceiling, setting: Setting, anchor: Anchor | None, equal: float
+) -> Rates:
+    setting.progress.note(f"speed of {name}")
+    config = BenchConfig(setting.threads, 3, PREFILL, (1,), decode_prompt=CONTEXT, decode_tokens=DECODED)
+    figures = {figure.name: figure for figure in bench(bundle.path, config, setting.progress).figures}
+    found = {f"prefill {length}": figures[f"prefill_{length}"] for length in PREFILL}
+    found["decode"] = figures["decode_batch_1"]
+    with setting.progress.stage("16 requests"), Engine.open(bundle.path, threads=setting.threads) as engine:
+        together = _requests_at_once(engine, bundle.manifest.decoder.vocab_size)
+        if anchor is not None:
+            sampling = SamplingParams(max_tokens=len(anchor.tokens), ignore_eos=True)
+            (answer,) = engine.generate([Request(anchor.prompt, sampling)])
+            equal = anchor.equal(answer.token_ids)
+    return Rates(
+        {**{key: figure.median for key, figure in found.items()}, "16 requests": statistics.median(together)},
+        {
+            **{f"prefill {length}": ceiling.prefill(length) for length in PREFILL},
+            "decode": 1 / ceiling.step(1, CONTEXT + DECODED / 2),
+            "16 requests": ceiling.requests(),
+        },
+        {
+            **{key: (figure.lowest, figure.highest) for key, figure in found.items()},
+            "16 requests": (min(together), max(together)),
+        },
+        equal,
+    )
+
+
+def _requests_at_once(engine: Engine, vocabulary: int, repetitions: int = 3) -> list[float]:
+    """Output tokens/s. Each repetition takes other prompts, so that nothing is cached from an earlier one."""
+    generator = np.random.default_rng(0)
+    sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+    rates = []
+    for number in range(repetitions + 1):  # the first one warms up
+        shared = generator.integers(0, vocabulary, SHARED)
+        prompts = [[*shared, *generator.integers(0, vocabulary, PROMPT - SHARED)] for _ in range(REQUESTS)]
+        start = time.perf_counter()
+        answers = engine.generate([Request(tuple(map(int, prompt)), sampling) for prompt in prompts])
+        seconds = time.perf_counter() - start
+        if number:
+            rates.append(sum(len(answer.token_ids) for answer in answers) / seconds)
+    return rates
+
+
+def _cell(rates: Rates, workload: str) -> str:
+    median, ceiling = rates.median[workload], rates.ceiling[workload]
+    return f"{median:,.0f} ({median / ceiling:.0%})"
+
+
+def _own_equal(decoder: Decoder, name: str) -> float:
+    if name not in decoder.figures:
+        return decoder.measure.material.greedy
+    found = decoder.figures[name].greedy
+    return sum(found) / len(found)
+
+
+def _verdicts(rates: Mapping[str, Rates], peers: Sequence[Peer]) -> list[Verdict]:
+    """At like quality, and without regard to it, each against the best peer of its kind."""
+    alike = [name for name, measured in rates.items() if measured.equal >= LIKE_QUALITY]
+    found = []
+    for workload, times in WORKLOADS.items():
+        for kind, ours, theirs, wanted in (
+            ("at like quality", alike, [peer for peer in peers if (peer.equal or 0) >= LIKE_QUALITY], times),
+            ("whatever its quality", list(rates), list(peers), 1.0),
+        ):
+            known = [peer for peer in theirs if workload in peer.rates]
+            if not ours or not known:
+                continue
+            best = max(ours, key=lambda name: rates[name].median[workload])
+            peer = max(known, key=lambda peer: peer.rates[workload])
+            ratio = rates[best].median[workload] / peer.rates[workload]
+            claim = f"{workload}, {kind}: at least {wanted:g} times the best peer"
+            text = f"{ratio:.2f} ({best} {rates[best].median[workload]:,.0f}, {peer.label} {peer.rates[workload]:,.0f})"
+            found.append(Verdict(claim, text, ratio >= wanted))
+    return found
+
+
+def _data(rates: Mapping[str, Rates], peers: Sequence[Peer], peak: float, bandwidth: float) -> dict[str, object]:
+    return {
+        "fp32_peak": peak,
+        "read_bandwidth": bandwidth,
+        "ours": {
+            name: {"median": found.median, "ceiling": found.ceiling, "spread": found.spread, "equal": found.equal}
+            for name, found in rates.items()
+        },
+        "peers": {peer.label: {"rates": peer.rates, "equal": peer.equal} for peer in peers},
+    }
