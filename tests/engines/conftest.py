@@ -117,6 +117,15 @@ def fake_engine() -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable]:
+    """Opens an engine over a graph, behind a gate: `serve(graph, **batching)` gives a `gated_model.Served`."""
+    from tests.engines.gated_model import gated_engines
+
+    with gated_engines(tmp_path) as make:
+        yield make
+
+
 class TinyModel:
     """A serving graph on disk: token and position embedding, two attention layers with residuals, and a head."""
 
