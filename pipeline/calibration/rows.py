@@ -21,7 +21,9 @@ def rows_of(
     most: int = 256,
     progress: Progress | None = None,
 ) -> dict[str, Matrix]:
-    """From `most` / 2 to `most` rows [n, depth] of each tensor, or all where there are fewer."""
+    """From `most` / 2 to `most` rows [n, depth] of each tensor, or all where there are fewer; {} for no tensors."""
+    if not tensors:
+        return {}
     found = {name: _EvenRows(most) for name in tensors}
 
     def take(sample: Sample, name: str, values: NDArray[np.float32]) -> None:
