@@ -22,7 +22,7 @@ class _SmoothType(click.ParamType):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float | Literal["search", "none"]:
         if value in ("search", "none"):
-            return value  # type: ignore[no-any-return]
+            return value
         try:
             alpha = float(value)
         except ValueError:

@@ -22,8 +22,9 @@ from passes.quantization.layers import Layer
 from passes.quantization.plan import SCHEMES, PrecisionPlan
 from passes.quantization.products import Product, products_of
 from passes.quantization.rescale import Rescaled, Source, divide_here, is_rescaled, multiply_rows, readers, source_of
+from passes.quantization.support import Kernels
 from passes.quantization.table import CalibrationTable
-from passes.quantization.weights import grid_of
+from passes.quantization.weights import grid_of, zeros_of
 from plugins.errors import KilnError
 
 
@@ -43,8 +44,10 @@ class ScaleForAwq:
         table: CalibrationTable | None = None,
         moments: Mapping[str, NDArray] | None = None,
         rescaled: Rescaled | None = None,
+        kernels: Kernels = "cpu",
     ) -> None:
         self.plan = plan
+        self.kernels: Kernels = kernels
         self.table = table
         self.moments = moments or {}
         self.rescaled = Rescaled() if rescaled is None else rescaled
@@ -71,7 +74,7 @@ class ScaleForAwq:
         search = awq_scales(
             self._magnitudes(layer, moments),
             [product.weight for product in group],
-            [grid_of(product.plan) for product in group],
+            [grid_of(product.plan, zeros_of(product.plan, self.kernels)) for product in group],
             moments,
             source.tied if source else None,
         )

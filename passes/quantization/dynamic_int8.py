@@ -1,7 +1,7 @@
 """Layers planned as w8a8-dynamic or w4a8-dynamic: each row of activations gets its own scale, computed in the engine.
 
-1. `MatMul(x, W) [+ b]`, `Gemm(x, W, b)` -> `kiln::Int8MatMul(kiln::QuantizeRows(x), W', scales, b)` where the engine
-   has Kiln's operators;
+1. `MatMul(x, W) [+ b]`, `Gemm(x, W, b)` -> `kiln::Int8MatMul(kiln::QuantizeRows(x), W', scales, [b], [zeros])` where
+   the engine has Kiln's operators;
 2. the same -> `MatMulInteger(q, W') * scale(x) * scales + b` elsewhere, q and scale(x) = max|x| / 127 of each row by
    plain operators, for 8-bit weights with one scale for each output.
 
@@ -24,7 +24,7 @@ from passes.quantization.products import Product, products_of
 from passes.quantization.quantize_weights import packed_weights
 from passes.quantization.rescale import Rescaled
 from passes.quantization.support import Kernels, require_supported
-from passes.quantization.weights import quantise_weight
+from passes.quantization.weights import quantise_weight, zeros_of
 from plugins.errors import KilnError
 from plugins.quant_matmul.schema import INT8_MATMUL, QUANTIZE_ROWS
 
@@ -73,8 +73,8 @@ class DynamicInt8:
         return Outcome(len(products))
 
     def _with_kiln(self, graph: gs.Graph, product: Product, rows: Quantised) -> None:
-        moments = self.rescaled.moments(product.layer, self.moments)
-        found = quantise_weight(product.layer.name, product.weight, product.plan, moments)
+        moments, zeros = self.rescaled.moments(product.layer, self.moments), zeros_of(product.plan, self.kernels)
+        found = quantise_weight(product.layer.name, product.weight, product.plan, moments, zeros)
         attributes = {
             "n": product.layer.width,
             "bits": found.grid.bits,

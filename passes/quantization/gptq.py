@@ -50,7 +50,7 @@ def gptq(
             integers[order[rows], columns] = _round_block(
                 part, rows, factor, scales[columns][:, group_of].T, zeros[columns][:, group_of].T, grid
             )
-    kept_zeros = None if grid.symmetric else zeros.astype(np.int8)
+    kept_zeros = None if grid.zeros == "none" else zeros
     quantised = QuantisedWeight(integers, scales, grid, kept_zeros)
     return QuantisedWeight(integers, scales, grid, kept_zeros, output_error(weight, quantised.values, moments))
 

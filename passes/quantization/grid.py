@@ -2,6 +2,9 @@
 
 Weights are [depth, width], one column an output. A scale belongs to one output and one group of `group_size`
 consecutive values of the depth; the last group may be shorter. A weight is scale * (integer - zero).
+
+Zeros are none (the grid is symmetric), integers, so that the weight 0 stays 0, or any numbers, so that the grid spans
+from a group's least weight to its greatest exactly.
 """
 
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 
 COLUMNS = 4096
 """Columns that are worked on at once, so that temporary copies stay small."""
+Zeros = Literal["none", "integer", "real"]
 _CLIPS = np.linspace(1.0, 0.6, 17)
 """Shares of the largest magnitude that are tried as the end of the grid."""
 
@@ -25,7 +29,7 @@ class Grid:
     bits: Literal[4, 8] = 8
     group_size: int = 0
     """0: all of the depth."""
-    symmetric: bool = True
+    zeros: Zeros = "none"
     clip: bool = False
     """Whether the grid may end below the largest magnitude, where the mean squared error is then smaller."""
 
@@ -35,7 +39,7 @@ class Grid:
 
     @property
     def low(self) -> int:
-        return -self.high - (not self.symmetric)
+        return -self.high - (self.zeros != "none")
 
     def groups(self, depth: int) -> Iterator[slice]:
         """The rows of each group."""
@@ -52,7 +56,7 @@ class QuantisedWeight:
     scales: NDArray[np.float32]
     """[width, groups]."""
     grid: Grid
-    zeros: NDArray[np.int8] | None = field(default=None)
+    zeros: NDArray[np.float32] | None = field(default=None)
     """[width, groups]; None for a symmetric grid."""
     error: float = 0.0
 
@@ -61,7 +65,7 @@ class QuantisedWeight:
         """The weights that the integers stand for, [depth, width] float32."""
         values = np.empty(self.integers.shape, np.float32)
         for group, rows in enumerate(self.grid.groups(len(values))):
-            zeros = 0 if self.zeros is None else self.zeros[:, group].astype(np.float32)
+            zeros = 0 if self.zeros is None else self.zeros[:, group]
             values[rows] = (self.integers[rows] - zeros) * self.scales[:, group]
         return values
 
@@ -72,7 +76,7 @@ def round_to_nearest(weight: NDArray[np.floating], grid: Grid) -> QuantisedWeigh
     groups = list(grid.groups(depth))
     integers = np.empty((depth, width), np.int8)
     scales = np.empty((width, len(groups)), np.float32)
-    zeros = None if grid.symmetric else np.empty((width, len(groups)), np.int8)
+    zeros = None if grid.zeros == "none" else np.empty((width, len(groups)), np.float32)
     for columns in chunks(width):
         for group, rows in enumerate(groups):
             part = weight[rows, columns].astype(np.float32)
@@ -95,8 +99,9 @@ def fit(part: NDArray[np.floating], grid: Grid) -> tuple[NDArray[np.float32], ND
     if not grid.clip:
         return best
     least = _squared_error(part, *best, grid)
+    middle = (low + high) / 2 if grid.zeros == "real" else np.zeros_like(low)
     for share in _CLIPS[1:]:
-        tried = _spanning(low * share, high * share, grid)
+        tried = _spanning(middle + (low - middle) * share, middle + (high - middle) * share, grid)
         error = _squared_error(part, *tried, grid)
         better = error < least
         least = np.where(better, error, least)
@@ -108,7 +113,7 @@ def nearest(
     part: NDArray[np.floating], scale: NDArray[np.floating], zero: NDArray[np.floating], grid: Grid
 ) -> NDArray[np.float32]:
     """The nearest integers of the grid, as floats."""
-    return np.clip(np.rint(part / _divisible(scale)) + zero, grid.low, grid.high).astype(np.float32)
+    return np.clip(np.rint(part / _divisible(scale) + zero), grid.low, grid.high).astype(np.float32)
 
 
 def chunks(width: int) -> Iterator[slice]:
@@ -124,12 +129,18 @@ def relative_error(weight: NDArray[np.floating], values: NDArray[np.floating]) -
 def _spanning(
     low: NDArray[np.floating], high: NDArray[np.floating], grid: Grid
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    if grid.symmetric:
+    if grid.zeros == "none":
         scale = (np.maximum(-low, high) / grid.high).astype(np.float32)
         return scale, np.zeros_like(scale)
-    low, high = np.minimum(low, 0), np.maximum(high, 0)
+    if grid.zeros == "integer":
+        low, high = np.minimum(low, 0), np.maximum(high, 0)
+    else:  # one value needs a step to stand for it
+        low, high = np.where(low == high, np.minimum(low, 0), low), np.where(low == high, np.maximum(high, 0), high)
     scale = ((high - low) / (grid.high - grid.low)).astype(np.float32)
-    return scale, np.clip(np.rint(grid.low - low / _divisible(scale)), grid.low, grid.high).astype(np.float32)
+    zero = grid.low - low / _divisible(scale)
+    if grid.zeros == "integer":
+        zero = np.clip(np.rint(zero), grid.low, grid.high)
+    return scale, zero.astype(np.float32)
 
 
 def _squared_error(

@@ -32,7 +32,7 @@ def hqq(weight: NDArray[np.floating], grid: Grid) -> QuantisedWeight:
             integers[rows, columns] = nearest(part, scale, zero, grid)
             lost, whole = lost + float(error.sum()), whole + float((np.abs(part) ** _NORM).sum())
     return QuantisedWeight(
-        integers, scales, grid, None if grid.symmetric else zeros.astype(np.int8), lost / whole if whole else 0.0
+        integers, scales, grid, None if grid.zeros == "none" else zeros, lost / whole if whole else 0.0
     )
 
 
@@ -74,9 +74,9 @@ def _refitted(
     zero: NDArray[np.float32],
     grid: Grid,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    if not grid.symmetric:
+    if grid.zeros != "none":
         moved = (integers + zero - target / np.where(scale > 0, scale, 1)).mean(axis=0)
-        return scale, np.clip(np.rint(moved), grid.low, grid.high)
+        return scale, moved if grid.zeros == "real" else np.clip(np.rint(moved), grid.low, grid.high)
     squares = np.square(integers).sum(axis=0)
     fitted = (integers * target).sum(axis=0) / np.where(squares > 0, squares, 1)
     return np.where(fitted > 0, fitted, scale).astype(np.float32), zero

@@ -7,8 +7,8 @@ Schemes by weights and activations:
 | float | as they are | as they are |
 | w8a8 | INT8 per channel | INT8, ranges fixed by calibration (Q/DQ) |
 | w8a8-dynamic | INT8 per channel, or per group of the depth | INT8, each row its own scales, computed in the engine |
-| w4a8-dynamic | INT4 per group | the same |
-| w8a16, w4a16 | INT8 or INT4 per group | as they are |
+| w4a8-dynamic | INT4 with zeros per group | the same |
+| w8a16, w4a16 | INT8, or INT4 with zeros, per group | as they are |
 | fp8 | FP8 E4M3 per channel | FP8 E4M3, ranges fixed by calibration (Q/DQ) |
 """
 
@@ -29,6 +29,7 @@ KvScheme = Literal["", "int8-k", "int8-kv"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 STATIC: tuple[Scheme, ...] = ("w8a8", "fp8")
 """Schemes that need calibrated ranges."""
+FOUR_BITS: tuple[Scheme, ...] = ("w4a8-dynamic", "w4a16")
 DYNAMIC: tuple[Scheme, ...] = ("w8a8-dynamic", "w4a8-dynamic")
 """Schemes that compute activations' scales in the engine."""
 

@@ -1,9 +1,11 @@
 """Layers planned as w8a16 or w4a16: weights as integers by group of the depth, activations as they are.
 
-1. `MatMul(x, W) [+ b]`, `Gemm(x, W, b)` -> `kiln::WeightMatMul(x, W', scales, b)` where the engine has Kiln's
-   operators;
-2. the same -> `com.microsoft::MatMulNBits(x, W', scales, [zeros], b)` elsewhere. 4-bit weights then have zero points,
-   8-bit ones are symmetric. One scale for all of the depth is repeated for blocks of 128.
+1. `MatMul(x, W) [+ b]`, `Gemm(x, W, b)` -> `kiln::WeightMatMul(x, W', scales, [b], [zeros])` where the engine has
+   Kiln's operators;
+2. the same -> `com.microsoft::MatMulNBits(x, W', scales, [zeros], [b])` elsewhere. One scale for all of the depth is
+   repeated for blocks of 128.
+
+4-bit weights have zeros, 8-bit ones are symmetric.
 
 `accuracy_level` is MatMulNBits' own: 4 rounds activations to INT8 within blocks of a row, in the kernel. On ONNX
 Runtime's CPU provider 8-bit weights are unusably slow at other levels (a hundred times).
@@ -22,7 +24,7 @@ from passes.quantization.plan import PrecisionPlan, Scheme
 from passes.quantization.products import Product, products_of
 from passes.quantization.rescale import Rescaled
 from passes.quantization.support import Kernels, require_supported
-from passes.quantization.weights import quantise_weight
+from passes.quantization.weights import quantise_weight, zeros_of
 from plugins.errors import KilnError
 from plugins.quant_matmul.packing import pack, pack_scales
 from plugins.quant_matmul.schema import WEIGHT_MATMUL
@@ -63,7 +65,7 @@ class QuantizeWeights:
         return Outcome(len(products))
 
     def _with_kiln(self, graph: gs.Graph, product: Product) -> None:
-        found = self._quantised(product, True)
+        found = self._quantised(product)
         inputs = [product.activation, *packed_weights(product, found)]
         attributes = {"n": product.layer.width, "bits": found.grid.bits, "group_size": found.grid.group_size}
         spec = WEIGHT_MATMUL
@@ -71,7 +73,7 @@ class QuantizeWeights:
 
     def _with_blocks(self, graph: gs.Graph, product: Product) -> None:
         layer, result = product.layer, product.result
-        found = self._quantised(product, product.plan.scheme == "w8a16")
+        found = self._quantised(product)
         bits, block = found.grid.bits, found.grid.group_size or _WHOLE_DEPTH
         blocks = -(-layer.depth // block)
         scales, zeros = (
@@ -85,7 +87,7 @@ class QuantizeWeights:
             new_constant(result, "weight_scale", scales.astype(product.dtype)),
         ]
         if zeros is not None:
-            inputs.append(new_constant(result, "weight_zero", _packed_bits(zeros, bits)))
+            inputs.append(new_constant(result, "weight_zero", _packed_bits(zeros.astype(np.int8), bits)))
         if product.bias is not None:
             inputs += [gs.Variable.empty() for _ in range(5 - len(inputs))]
             inputs.append(new_constant(result, "bias", product.bias.astype(product.dtype)))
@@ -93,13 +95,16 @@ class QuantizeWeights:
         attributes["accuracy_level"] = self.accuracy_level if self.kernels == "cpu" else 0
         product.replace(graph, gs.Node("MatMulNBits", layer.name, attributes, inputs, domain=CONTRIB))
 
-    def _quantised(self, product: Product, symmetric: bool) -> QuantisedWeight:
-        moments = self.rescaled.moments(product.layer, self.moments)
-        return quantise_weight(product.layer.name, product.weight, product.plan, moments, symmetric)
+    def _quantised(self, product: Product) -> QuantisedWeight:
+        moments, zeros = self.rescaled.moments(product.layer, self.moments), zeros_of(product.plan, self.kernels)
+        return quantise_weight(product.layer.name, product.weight, product.plan, moments, zeros)
 
 
 def packed_weights(product: Product, found: QuantisedWeight) -> list[gs.Tensor]:
-    """Weight, scales and, if there is one, bias as Kiln's products take them. Raises KilnError for other than FP32."""
+    """Weight, scales, bias and zeros, the last two where there are any, as Kiln's products take them.
+
+    Raises KilnError for other than FP32.
+    """
     if product.dtype != np.float32:
         raise KilnError(
             f"layer {product.layer.name} has {product.dtype} weights; Kiln's quantised products take float32 "
@@ -110,8 +115,10 @@ def packed_weights(product: Product, found: QuantisedWeight) -> list[gs.Tensor]:
         new_constant(result, "weight", pack(found.integers, found.grid.bits)),
         new_constant(result, "weight_scale", pack_scales(found.scales)),
     ]
-    if product.bias is not None:
-        inputs.append(new_constant(result, "bias", product.bias))
+    if product.bias is not None or found.zeros is not None:
+        inputs.append(gs.Variable.empty() if product.bias is None else new_constant(result, "bias", product.bias))
+    if found.zeros is not None:
+        inputs.append(new_constant(result, "weight_zero", pack_scales(found.zeros)))
     return inputs
 
 

@@ -59,7 +59,7 @@ def quantising_passes(
         if is_smoothed:
             passes.append(SmoothQuant(plan, table, rescaled))
     if any(layer.rounding == "awq" and layer.scheme != "float" for layer in plans):
-        passes.append(ScaleForAwq(plan, table, moments, rescaled))
+        passes.append(ScaleForAwq(plan, table, moments, rescaled, kernels))
     if is_static and table is not None:
         passes.append(InsertQdq(plan, table, kernels, moments, rescaled))
     if any(layer.scheme in WEIGHT_ONLY for layer in plans):

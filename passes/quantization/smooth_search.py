@@ -19,8 +19,9 @@ from passes.quantization.plan import DYNAMIC, LayerPlan, PrecisionPlan
 from passes.quantization.products import product_of
 from passes.quantization.qdq import activation_parameters
 from passes.quantization.rescale import Rescaled, readers, source_of
+from passes.quantization.support import Kernels
 from passes.quantization.table import CalibrationTable, TensorStatistics
-from passes.quantization.weights import quantise_weight
+from passes.quantization.weights import quantise_weight, zeros_of
 from plugins.quant_matmul.reference import quantize_rows
 
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -49,7 +50,7 @@ def activations_to_search(graph: gs.Graph, plan: PrecisionPlan) -> list[str]:
 
 
 def search_smoothing(
-    graph: gs.Graph, plan: PrecisionPlan, table: CalibrationTable, rows: Mapping[str, Matrix]
+    graph: gs.Graph, plan: PrecisionPlan, table: CalibrationTable, rows: Mapping[str, Matrix], kernels: Kernels
 ) -> Iterator[Smoothing]:
     """One for each activation of `activations_to_search`; `rows` has some [n, depth] of each. Changes nothing.
 
@@ -64,11 +65,11 @@ def search_smoothing(
         quantised = [product for product in products if product.plan.scheme in INTEGER_ACTIVATIONS]
         weights = [product.weight for product in products]
         x = rows[tensor.name]
-        without = best = _loss(quantised, x, None, statistics)
+        without = best = _loss(quantised, x, None, statistics, kernels)
         alpha = None
         for tried in ALPHAS:
             factors = smoothing_scales(statistics.channel_magnitudes, weights, tried, tied)
-            loss = _loss(quantised, x, factors, statistics)
+            loss = _loss(quantised, x, factors, statistics, kernels)
             if loss < min(best, _WORTH * without):
                 alpha, best = tried, loss
         yield Smoothing(tensor.name, tuple(product.layer.name for product in quantised), alpha, best, without)
@@ -100,14 +101,17 @@ def _candidates(graph: gs.Graph, plan: PrecisionPlan) -> list[tuple[gs.Tensor, N
     return list(found.values())
 
 
-def _loss(products: list[_Alone], x: Matrix, factors: Matrix | None, statistics: TensorStatistics) -> float:
+def _loss(
+    products: list[_Alone], x: Matrix, factors: Matrix | None, statistics: TensorStatistics, kernels: Kernels
+) -> float:
     """Mean over rows and products of |y' - y|^2 / |y|^2, y' with integers on both sides."""
     scaled = x if factors is None else x / factors
     losses = []
     for product in products:
         weight = product.weight if factors is None else product.weight * factors[:, None]
         # Better rounding helps each alpha alike, and takes far longer.
-        stored = quantise_weight(product.layer.name, weight, replace(product.plan, rounding="rtn")).values
+        plan = replace(product.plan, rounding="rtn")
+        stored = quantise_weight(product.layer.name, weight, plan, zeros=zeros_of(plan, kernels)).values
         exact = x @ product.weight
         error = np.square(_quantised(scaled, product.plan, statistics, factors) @ stored - exact).sum(axis=1)
         losses.append(float(np.mean(error / np.maximum(np.square(exact).sum(axis=1), np.finfo(np.float32).tiny))))

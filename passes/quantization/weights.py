@@ -4,20 +4,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.quantization.gptq import gptq
-from passes.quantization.grid import Grid, QuantisedWeight, round_to_nearest
+from passes.quantization.grid import Grid, QuantisedWeight, Zeros, round_to_nearest
 from passes.quantization.hqq import hqq
-from passes.quantization.plan import LayerPlan, Scheme
+from passes.quantization.plan import FOUR_BITS, LayerPlan
+from passes.quantization.support import Kernels
 from plugins.errors import KilnError
 
-_FOUR_BITS: tuple[Scheme, ...] = ("w4a8-dynamic", "w4a16")
+
+def zeros_of(plan: LayerPlan, kernels: Kernels) -> Zeros:
+    """4 bits need zeros; MatMulNBits packs them as integers, Kiln's operators take any."""
+    if plan.scheme not in FOUR_BITS:
+        return "none"
+    return "real" if kernels == "cpu-plugins" else "integer"
 
 
-def grid_of(plan: LayerPlan, symmetric: bool = True) -> Grid:
+def grid_of(plan: LayerPlan, zeros: Zeros = "none") -> Grid:
     """The grid of a layer's weights. Rounding to nearest at 4 bits may clip, as AWQ's does too."""
     bits, clip = 8, plan.rounding == "awq"
-    if plan.scheme in _FOUR_BITS:
+    if plan.scheme in FOUR_BITS:
         bits, clip = 4, plan.rounding in ("rtn", "awq")
-    return Grid(4 if bits == 4 else 8, plan.group_size, symmetric, clip)
+    return Grid(4 if bits == 4 else 8, plan.group_size, zeros, clip)
 
 
 def quantise_weight(
@@ -25,13 +31,13 @@ def quantise_weight(
     weight: NDArray[np.floating],
     plan: LayerPlan,
     moments: NDArray[np.floating] | None = None,
-    symmetric: bool = True,
+    zeros: Zeros = "none",
 ) -> QuantisedWeight:
     """`weight` [depth, width] of the layer `name`. GPTQ needs the second `moments` [depth, depth] of its activations.
 
     Raises KilnError for weights that are not finite, and where the moments lack or have another size.
     """
-    grid = grid_of(plan, symmetric)
+    grid = grid_of(plan, zeros)
     if not np.isfinite(weight).all():
         raise KilnError(f"layer {name} has weights that are not finite; it cannot be quantised: keep it as float")
     if plan.rounding == "hqq":

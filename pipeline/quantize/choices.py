@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.quantization.layers import Layer
-from passes.quantization.plan import DYNAMIC, LayerPlan, Scheme
+from passes.quantization.plan import DYNAMIC, FOUR_BITS, LayerPlan, Scheme
 from passes.quantization.rewrite import kernels_of
 from passes.quantization.smooth_search import INTEGER_ACTIVATIONS
 from passes.quantization.support import supported_schemes
@@ -12,7 +12,7 @@ from passes.standard import PassTarget
 from pipeline.quantize.config import QuantizeConfig
 from plugins.errors import KilnError
 
-_GROUP = 64
+_GROUP, _GROUP_OF_4_BITS = 64, 32
 """Products that share a scale where the kernels take groups: finer costs time, coarser costs accuracy."""
 _FALLBACKS: Mapping[str, tuple[Scheme, ...]] = {
     "int8": ("w8a8-dynamic", "w8a8", "w8a16"),
@@ -64,7 +64,8 @@ def choices_for(layers: Sequence[Layer], target: PassTarget, config: QuantizeCon
 def _plan(scheme: Scheme, target: PassTarget, config: QuantizeConfig) -> LayerPlan:
     own = kernels_of(target) == "cpu-plugins"
     grouped = scheme in ("w8a16", "w4a16") or (scheme in DYNAMIC and own)
-    group = (_GROUP if config.group_size is None else config.group_size) if grouped else 0
+    usual = _GROUP_OF_4_BITS if scheme in FOUR_BITS else _GROUP
+    group = (usual if config.group_size is None else config.group_size) if grouped else 0
     return LayerPlan(
         scheme,
         group_size=group,

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from passes.quantization.plan import LayerPlan, PrecisionPlan
 from passes.quantization.smooth_search import INTEGER_ACTIVATIONS, activations_to_search, search_smoothing
+from passes.quantization.support import Kernels
 from passes.quantization.table import CalibrationTable
 from pipeline.calibration.observe import ObserveConfig
 from pipeline.calibration.rows import rows_of
@@ -30,6 +31,7 @@ def smoothed(
     model: CalibrationModel,
     data: CalibrationSet,
     table: CalibrationTable,
+    kernels: Kernels,
     config: ObserveConfig,
     progress: Progress,
 ) -> Choices:
@@ -38,7 +40,7 @@ def smoothed(
     rows = rows_of(model, data, config, activations_to_search(graph, plan), progress=progress)
     alphas: dict[str, float | None] = {}
     with progress.stage("search SmoothQuant's alphas") as update:
-        for number, found in enumerate(search_smoothing(graph, plan, table, rows), 1):
+        for number, found in enumerate(search_smoothing(graph, plan, table, rows, kernels), 1):
             update(f"{number} of {len(rows)}")
             alphas |= dict.fromkeys(found.layers, found.alpha)
     count = sum(alpha is not None for alpha in alphas.values())

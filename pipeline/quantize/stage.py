@@ -19,7 +19,7 @@ from passes.base import Pass
 from passes.onnx_model import OnnxModel
 from passes.quantization.layers import Layer, layers_of, name_layers
 from passes.quantization.plan import STATIC, LayerPlan, PrecisionPlan, plan_from_toml
-from passes.quantization.rewrite import check_plan, quantising_passes
+from passes.quantization.rewrite import check_plan, kernels_of, quantising_passes
 from passes.quantization.table import CalibrationTable, table_from_json
 from passes.quantize_cache import QuantizeCache
 from passes.standard import PassTarget
@@ -201,7 +201,7 @@ def quantisation_for(
     table = stage.table([plan for plans in choices.plans.values() for plan in plans], bool(searched))
     if searched and table is not None:
         observe = config.calibration.observe
-        choices = smoothed(choices, searched, subject, stage.data(), table, observe, progress)
+        choices = smoothed(choices, searched, subject, stage.data(), table, kernels_of(target), observe, progress)
     moments = stage.moments(choices.plans)
     plan = _planned(stage, choices, table, moments)
     plan = replace(plan, kv=config.kv, origin=_origin(stage, table))

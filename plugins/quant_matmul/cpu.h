@@ -59,6 +59,7 @@ struct SwiGluQuantize {
 struct PackedWeights {
   const uint8_t* data;
   const float* scale;  // [panels, groups, 16]
+  const float* zero;   // the same, or null: what the integers are above their values, in units of the scale
   const float* bias;   // [width], or null
   int64_t depth;
   int64_t width;

@@ -150,24 +150,35 @@ struct FloatBlocks {
   }
 };
 
-// The scratch area has a tile, then the sums that wait.
-static size_t float_scratch(const WeightMatMul&, int64_t rows) {
-  if (rows <= kFloatRows) return 0;
-  return static_cast<size_t>((kTileDepth + rows) * kFloatPanels * kPanel) * sizeof(float);
+// The scratch area has a tile and the sums that wait, for many rows, then the rows' own sums.
+static size_t float_scratch(const WeightMatMul& call, int64_t rows) {
+  const int64_t waiting = rows <= kFloatRows ? 0 : (kTileDepth + rows) * kFloatPanels * kPanel;
+  const int64_t sums = call.weights.zero ? rows * groups_of(call.weights.depth, call.weights.group_size) : 0;
+  return static_cast<size_t>(waiting + sums) * sizeof(float);
+}
+
+// The sum of n floats, always in the same order.
+static float sum_of_floats(const float* x, int64_t n) {
+  Vec sums = {};
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) sums += load(x + i);
+  float sum = 0;
+  for (int lane = 0; lane < kWidth; lane++) sum += sums[lane];
+  for (; i < n; i++) sum += x[i];
+  return sum;
 }
 
 template <int kBits, int kPanels>
 static void float_panels(const WeightMatMul& call, const Block& block, int64_t panel, const FloatDepth& depth,
-                         char* scratch) {
+                         float* scratch, const float* sums) {
   static constexpr FloatBlocks<kBits, kPanels, kFloatRows> blocks;
   const int64_t k = depth.depth;
   const uint8_t* weights = call.weights.data + panel * depth.panel_bytes;
   const float* x = call.x + block.row * k;
   if (block.rows <= kFloatRows)
-    return with_target(call.weights, call.y, block.row, block.rows, panel, kPanels, 0, [&](const Target& target) {
-      blocks.stream[block.rows](x, k, weights, depth, target);
-    });
-  float *tile = reinterpret_cast<float*>(scratch), *waiting = tile + kTileDepth * kFloatPanels * kPanel;
+    return with_target(call.weights, call.y, block.row, block.rows, panel, kPanels, 0, RowSums{sums, depth.groups},
+                       [&](const Target& target) { blocks.stream[block.rows](x, k, weights, depth, target); });
+  float *tile = scratch, *waiting = tile + kTileDepth * kFloatPanels * kPanel;
   for (int64_t g = 0; g < depth.groups; g++) {
     const int64_t begin = g * depth.group_size, end = at_most(k, begin + depth.group_size);
     int64_t at = begin;
@@ -177,7 +188,8 @@ static void float_panels(const WeightMatMul& call, const Block& block, int64_t p
       widen_tile<kBits, kPanels>(weights, depth.panel_bytes, at, count, tile);
       for (int64_t r = 0; r < block.rows; r += kFloatRows) {
         const int64_t rows = at_most(block.rows - r, kFloatRows);
-        with_target(call.weights, call.y, block.row + r, rows, panel, kPanels, g, [&](const Target& target) {
+        const RowSums row_sums = {sums + r * depth.groups, depth.groups};
+        with_target(call.weights, call.y, block.row + r, rows, panel, kPanels, g, row_sums, [&](const Target& target) {
           blocks.tile[rows](x + r * k, k, tile, part, waiting + r * kPanels * kPanel, target);
         });
       }
@@ -191,11 +203,18 @@ static void float_product(const WeightMatMul& call, const Block& block, char* sc
   const PackedWeights& w = call.weights;
   const FloatDepth depth = {w.depth, w.group_size ? w.group_size : w.depth, groups_of(w.depth, w.group_size),
                             panel_bytes_of(w)};
+  float* area = reinterpret_cast<float*>(scratch);
+  float* row_sums = area + (block.rows <= kFloatRows ? 0 : (kTileDepth + block.rows) * kFloatPanels * kPanel);
+  for (int64_t r = 0; w.zero && r < block.rows; r++)
+    for (int64_t g = 0; g < depth.groups; g++) {
+      const int64_t begin = g * depth.group_size, n = at_most(depth.group_size, w.depth - begin);
+      row_sums[r * depth.groups + g] = sum_of_floats(call.x + (block.row + r) * w.depth + begin, n);
+    }
   int64_t panel = block.panel;
   const int64_t end = block.panel + block.panels;
   for (; panel + kFloatPanels <= end; panel += kFloatPanels)
-    float_panels<kBits, kFloatPanels>(call, block, panel, depth, scratch);
-  for (; panel < end; panel++) float_panels<kBits, 1>(call, block, panel, depth, scratch);
+    float_panels<kBits, kFloatPanels>(call, block, panel, depth, area, row_sums);
+  for (; panel < end; panel++) float_panels<kBits, 1>(call, block, panel, depth, area, row_sums);
 }
 
 static void weight_matmul(const WeightMatMul& call, const Block& block, char* scratch) {

@@ -111,12 +111,13 @@ static Int8Rows rows_from(const Int8Rows& rows, int64_t r) {
 
 template <int kBits, int kPanels, int kRows>
 static void multiply_panels(const Int8MatMul& call, const Block& block, int64_t panel, const Int8Rows& rows,
-                            const Depth& depth) {
+                            const Depth& depth, const float* row_sums) {
   static constexpr Blocks<kBits, kPanels, kRows> blocks;
   const uint8_t* weights = call.weights.data + panel * depth.panel_bytes;
   for (int64_t r = 0; r < block.rows; r += kRows) {
     const int64_t count = at_most(block.rows - r, kRows);
-    with_target(call.weights, call.y, block.row + r, count, panel, kPanels, 0, [&](const Target& target) {
+    const RowSums sums = {row_sums + r * depth.groups, depth.groups};
+    with_target(call.weights, call.y, block.row + r, count, panel, kPanels, 0, sums, [&](const Target& target) {
       blocks.of[count](rows_from(rows, r), weights, depth, target);
     });
   }
@@ -149,14 +150,15 @@ static int32_t sum_of_bytes(const int8_t* q, int64_t n) {
   return sum;
 }
 
-// The scratch area has the rows' offsets, then the rows themselves where whole steps would read beyond them.
+// The scratch area has the rows' offsets, their sums where weights have zeros, then the rows themselves where whole steps
+// would read beyond them.
 static int64_t product_groups(const Int8MatMul& call) {
   return groups_of(call.weights.depth, call.group_size ? call.group_size : call.weights.group_size);
 }
 
 static size_t int8_scratch(const Int8MatMul& call, int64_t rows) {
   const int64_t padded = pieces_of(call.weights.depth, kStep) * kStep;
-  return static_cast<size_t>(rows * (product_groups(call) * 4 + (padded == call.weights.depth ? 0 : padded)));
+  return static_cast<size_t>(rows * (product_groups(call) * 8 + (padded == call.weights.depth ? 0 : padded)));
 }
 
 template <int kBits>
@@ -165,14 +167,18 @@ static void int8_product(const Int8MatMul& call, const Block& block, char* scrat
   const int64_t group_size = call.group_size ? call.group_size : call.weights.group_size;
   const Depth depth = {steps, group_size ? group_size / kStep : steps, groups, panel_bytes_of(call.weights)};
   int32_t* offsets = reinterpret_cast<int32_t*>(scratch);
-  int8_t* padded = reinterpret_cast<int8_t*>(offsets + block.rows * groups);
+  float* row_sums = reinterpret_cast<float*>(offsets + block.rows * groups);
+  int8_t* padded = reinterpret_cast<int8_t*>(row_sums + block.rows * groups);
   const int64_t scales = groups_of(k, call.group_size);
   Int8Rows rows = {call.q + block.row * k, k, call.scale + block.row * scales, scales, scales > 1, offsets, groups};
-  if (Weights<kBits>::kOffset)
+  if (Weights<kBits>::kOffset || call.weights.zero)
     for (int64_t r = 0; r < block.rows; r++)
       for (int64_t g = 0; g < groups; g++) {
         const int64_t begin = g * depth.group_steps * kStep, n = at_most(depth.group_steps * kStep, k - begin);
-        offsets[r * groups + g] = -Weights<kBits>::kOffset * sum_of_bytes(rows.q + r * k + begin, n);
+        const int32_t sum = sum_of_bytes(rows.q + r * k + begin, n);
+        offsets[r * groups + g] = -Weights<kBits>::kOffset * sum;
+        row_sums[r * groups + g] =
+            static_cast<float>(sum) * rows.scale[r * rows.scale_stride + g * rows.scale_group];
       }
   if (k % kStep) {
     const int64_t stride = steps * kStep;
@@ -187,8 +193,8 @@ static void int8_product(const Int8MatMul& call, const Block& block, char* scrat
   const int64_t end = block.panel + block.panels;
   if (block.rows > kThinRows)
     for (; panel + kTilePanels <= end; panel += kTilePanels)
-      multiply_panels<kBits, kTilePanels, kTileRows>(call, block, panel, rows, depth);
-  for (; panel < end; panel++) multiply_panels<kBits, 1, kThinRows>(call, block, panel, rows, depth);
+      multiply_panels<kBits, kTilePanels, kTileRows>(call, block, panel, rows, depth, row_sums);
+  for (; panel < end; panel++) multiply_panels<kBits, 1, kThinRows>(call, block, panel, rows, depth, row_sums);
 }
 
 static void int8_matmul(const Int8MatMul& call, const Block& block, char* scratch) {

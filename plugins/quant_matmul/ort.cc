@@ -162,24 +162,33 @@ struct WeightAttributes {
     if (bits != 8 && bits != 4) fail("bits must be 8 or 4: found ", bits);
   }
 
-  // The inputs from number `first` on: weight, weight_scale, bias.
+  // The inputs from number `first` on: weight, weight_scale, bias, weight_zero.
   PackedWeights weights(OrtApi api, OrtKernelContext* context, size_t first, int64_t depth) const {
     size_t given = 0;
     require(api, KernelContextGetInputCount::of(api)(context, &given));
     const Tensor packed = input_tensor(api, context, first), scale = input_tensor(api, context, first + 1);
-    const Tensor bias = first + 2 < given ? input_tensor(api, context, first + 2) : Tensor{};
-    PackedWeights weights = {data<uint8_t>(packed), data<float>(scale), data<float>(bias),      depth,
-                             n,                     group_size,         static_cast<int>(bits)};
+    auto optional = [&](size_t i) { return i < given ? input_tensor(api, context, i) : Tensor{}; };
+    const Tensor bias = optional(first + 2), zero = optional(first + 3);
+    PackedWeights weights = {};
+    weights.data = data<uint8_t>(packed);
+    weights.scale = data<float>(scale);
+    weights.zero = data<float>(zero);
+    weights.bias = data<float>(bias);
+    weights.depth = depth;
+    weights.width = n;
+    weights.group_size = group_size;
+    weights.bits = static_cast<int>(bits);
     expect_shape(packed, "weight", {panels_of(weights) * panel_bytes_of(weights)});
     expect_shape(scale, "weight_scale", {panels_of(weights), groups_of(depth, group_size), kPanel});
     if (bias.present) expect_shape(bias, "bias", {n});
+    if (zero.present) expect_shape(zero, "weight_zero", scale.shape);
     return weights;
   }
 };
 
 struct Int8MatMulKernel {
   static constexpr const char* kName = "Int8MatMul";
-  static Operands operands() { return {{kInt8, kFloat, kUint8, kFloat, kFloat}, {kFloat}, 4, 1}; }
+  static Operands operands() { return {{kInt8, kFloat, kUint8, kFloat, kFloat, kFloat}, {kFloat}, 4, 1}; }
 
   OrtApi api;
   WeightAttributes attributes;
@@ -212,7 +221,7 @@ struct Int8MatMulKernel {
 
 struct WeightMatMulKernel {
   static constexpr const char* kName = "WeightMatMul";
-  static Operands operands() { return {{kFloat, kUint8, kFloat, kFloat}, {kFloat}, 3, 1}; }
+  static Operands operands() { return {{kFloat, kUint8, kFloat, kFloat, kFloat}, {kFloat}, 3, 1}; }
 
   OrtApi api;
   WeightAttributes attributes;

@@ -7,7 +7,7 @@ one in the low halves. What fills up the last panel and the last steps stands fo
 
     8 bits   [panels][steps][16][4]
     4 bits   [panels][pairs of steps][16][4]
-    scales   [panels][groups][16], float32
+    scales   [panels][groups][16], float32; zeros likewise
 """
 
 import numpy as np
@@ -27,21 +27,20 @@ def packed_bytes(k: int, n: int, bits: int) -> int:
 
 
 def pack(weights: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
-    """Packed bytes [packed_bytes] of weights [k, n] in -127..127 (8 bits) or -7..7 (4 bits).
+    """Packed bytes [packed_bytes] of weights [k, n] in -128..127 (8 bits) or -8..7 (4 bits).
 
     Raises KilnError for other values, shapes or types.
     """
     _require_bits(bits)
     if weights.ndim != 2 or weights.dtype != np.int8:
         raise KilnError(f"weights to pack are {weights.dtype} {list(weights.shape)}; expected int8 [k, n]")
-    largest = 2 ** (bits - 1) - 1
-    if weights.size and (int(weights.min()) < -largest or int(weights.max()) > largest):
+    offset = 2 ** (bits - 1)
+    if weights.size and (int(weights.min()) < -offset or int(weights.max()) >= offset):
         raise KilnError(
-            f"weights to pack are {weights.min()} to {weights.max()}; {bits} bits hold {-largest} to {largest}"
+            f"weights to pack are {weights.min()} to {weights.max()}; {bits} bits hold {-offset} to {offset - 1}"
         )
     k, n = weights.shape
     panels, steps = -(-n // PANEL), _vectors(k, bits) * (8 // bits)
-    offset = 2 ** (bits - 1)
     padded = np.full((steps * STEP, panels * PANEL), offset, np.uint8)
     padded[:k, :n] = weights.astype(np.int16) + offset
     stepped = padded.reshape(steps, STEP, panels, PANEL).transpose(2, 0, 3, 1)
@@ -66,7 +65,7 @@ def unpack(packed: NDArray[np.uint8], k: int, n: int, bits: int) -> NDArray[np.i
 
 
 def pack_scales(scales: NDArray[np.floating]) -> NDArray[np.float32]:
-    """[panels, groups, 16] of scales [n, groups], filled up with 0."""
+    """[panels, groups, 16] of scales or zeros [n, groups], filled up with 0."""
     if scales.ndim != 2:
         raise KilnError(f"scales to pack have the shape {list(scales.shape)}; expected [n, groups]")
     n, groups = scales.shape

@@ -50,10 +50,11 @@ def int8_matmul(
     bias: NDArray[np.float32] | None = None,
     group_size: int = 0,
     activation_group_size: int = 0,
+    weight_zero: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float64]:
-    """y [..., n] of q [..., k], scale [..., groups], weights [k, n] and weight_scale [n, groups]."""
+    """y [..., n] of q [..., k], scale [..., groups], weights [k, n], weight_scale and weight_zero [n, groups]."""
     x = q.astype(np.int64) * _spread(scale, q.shape[-1], activation_group_size)
-    return weight_matmul(x, weights, weight_scale, bias, group_size)
+    return weight_matmul(x, weights, weight_scale, bias, group_size, weight_zero)
 
 
 def weight_matmul(
@@ -62,10 +63,13 @@ def weight_matmul(
     weight_scale: NDArray[np.float32],
     bias: NDArray[np.float32] | None = None,
     group_size: int = 0,
+    weight_zero: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float64]:
-    """y [..., n] of x [..., k], weights [k, n] and weight_scale [n, groups]."""
+    """y [..., n] of x [..., k], weights [k, n], weight_scale and weight_zero [n, groups]."""
+    k = len(weights)
+    zeros = 0.0 if weight_zero is None else _spread(weight_zero, k, group_size).T
     with np.errstate(all="ignore"):
-        y = x.astype(np.float64) @ (weights * _spread(weight_scale, len(weights), group_size).T)
+        y = x.astype(np.float64) @ ((weights - zeros) * _spread(weight_scale, k, group_size).T)
     return y if bias is None else y + bias
 
 

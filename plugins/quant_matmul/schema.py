@@ -8,14 +8,17 @@ each step in float32. A group whose largest is below 2^-100 counts as zeros: q a
 infinity has the scale NaN, so that its row's results are NaN and nothing is hidden; its q are 0. A row's result depends
 on that row alone, to the bit: not on the batch, nor on the threads.
 
-Weights are integers of `bits` (8: -127..127; 4: -7..7) with one scale for each output and each group of `group_size`
-consecutive values of the depth k (0: all). `plugins.quant_matmul.packing` lays both out as the kernels read them.
+Weights are integers w of `bits` (8: -128..127; 4: -8..7) with one scale for each output and each group of `group_size`
+consecutive values of the depth k (0: all), and perhaps a zero, any number of the same units: such a weight stands for
+weight_scale * (w - zero). `plugins.quant_matmul.packing` lays all of it out as the kernels read it.
 
     kiln::QuantizeRows         x -> q, scale
     kiln::AddRmsNormQuantize   sum = x + skip; normalized as kiln::AddRmsNorm has it, quantised -> q, scale, sum
     kiln::SwiGluQuantize       gate * sigmoid(alpha * gate) * up, quantised -> q, scale
-    kiln::Int8MatMul           y[m, n] = sum over groups of scale[m, g] * weight_scale[n, g] * (q . w, exact) + bias[n]
-    kiln::WeightMatMul         y[m, n] = sum over groups of weight_scale[n, g] * (x . w, in float32) + bias[n]
+    kiln::Int8MatMul           y[m, n] = sum over groups of weight_scale[n, g] * (scale[m, g] * (q . w, exact)
+                                         - zero[n, g] * scale[m, g] * sum of q) + bias[n]
+    kiln::WeightMatMul         y[m, n] = sum over groups of weight_scale[n, g] * (x . w, in float32
+                                         - zero[n, g] * sum of x) + bias[n]
 
 The two fused ones give the bits that kiln::AddRmsNorm or kiln::SwiGlu and then kiln::QuantizeRows would. Group sizes
 are 0 or multiples of 4; of Int8MatMul's two, one is 0 or both are the same, and a group is at most 131072 deep.
@@ -35,6 +38,7 @@ _WEIGHTS = (
     TensorSpec("weight", ("packed_bytes",), _PACKED),
     TensorSpec("weight_scale", ("panels", "groups", "16"), _FLOAT),
     TensorSpec("bias", ("n",), _FLOAT, optional=True),
+    TensorSpec("weight_zero", ("panels", "groups", "16"), _FLOAT, optional=True),
 )
 _RESULT = (TensorSpec("y", ("...", "n"), _FLOAT),)
 

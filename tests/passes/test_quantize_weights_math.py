@@ -14,7 +14,13 @@ from passes.quantization.plan import LayerPlan
 from passes.quantization.weights import quantise_weight
 from plugins.errors import KilnError
 
-GRIDS = st.builds(Grid, st.sampled_from([4, 8]), st.sampled_from([0, 4, 16, 64]), st.booleans(), st.booleans())
+GRIDS = st.builds(
+    Grid,
+    st.sampled_from([4, 8]),
+    st.sampled_from([0, 4, 16, 64]),
+    st.sampled_from(["none", "integer", "real"]),
+    st.booleans(),
+)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -44,12 +50,12 @@ def test_integers_lie_in_the_grid_and_stand_for_the_weights(method: str, seed: i
     assert found.integers.dtype == np.int8
     assert grid.low <= found.integers.min() <= found.integers.max() <= grid.high
     assert found.scales.shape == (12, len(list(grid.groups(40))))
-    assert (found.zeros is None) == grid.symmetric
+    assert (found.zeros is None) == (grid.zeros == "none")
     assert 0 < found.error < 1
     if method == "rtn" and not grid.clip:
         size = grid.group_size or 40
         steps = np.repeat(found.scales.T, size, axis=0)[:40]
-        reach = 0.51 if grid.symmetric else 1.01  # a zero that is rounded itself
+        reach = 1.01 if grid.zeros == "integer" else 0.51  # a zero that is rounded itself
         assert (np.abs(found.values - weight) <= reach * steps).all()
 
 
@@ -63,6 +69,17 @@ def test_weights_that_lie_on_a_grid_stay(method: str, seed: int, bits: int, grou
     again = METHODS[method](values, moments, grid)
     np.testing.assert_allclose(again.values, values, rtol=1e-5, atol=1e-7)
     assert again.error < 1e-4
+
+
+def test_weights_of_a_file_with_scales_and_minimums_stay() -> None:
+    """As GGUF's Q4_1 stores them: scale * (0 to 15) + minimum, for 32 weights."""
+    random = np.random.default_rng(5)
+    integers = random.integers(0, 16, (4, 32, 7))
+    integers[:, 0], integers[:, 1] = 0, 15
+    scale, least = random.uniform(0.01, 0.02, (4, 1, 7)), random.uniform(-0.3, 0.1, (4, 1, 7))
+    weight = (integers * scale + least).reshape(128, 7).astype(np.float32)
+    for clip in (False, True):
+        np.testing.assert_allclose(round_to_nearest(weight, Grid(4, 32, "real", clip)).values, weight, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -91,7 +108,7 @@ def test_dead_channels_and_zero_weights_do_no_harm() -> None:
     weight[:, 3], weight[8:16, 5] = 0, 0
     moments[7], moments[:, 7] = 0, 0
     for method in METHODS.values():
-        for grid in (Grid(4, 8), Grid(8), Grid(4, 8, symmetric=False)):
+        for grid in (Grid(4, 8), Grid(8), Grid(4, 8, "integer"), Grid(4, 8, "real")):
             found: QuantisedWeight = method(weight, moments, grid)
             assert np.isfinite(found.values).all()
             assert not found.values[:, 3].any()

@@ -31,7 +31,7 @@ def searched(tools, model: onnx.ModelProto, wanted: PrecisionPlan, feeds):
     values = tensors_of(tools, model, feeds)
     graph = graph_from_proto(model)
     rows = {name: values[name].reshape(-1, values[name].shape[-1]) for name in activations_to_search(graph, wanted)}
-    return list(search_smoothing(graph, wanted, calibrated(tools, model, feeds), rows))
+    return list(search_smoothing(graph, wanted, calibrated(tools, model, feeds), rows, "cpu"))
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8-dynamic"])

@@ -29,13 +29,19 @@ def each_isa(request: pytest.FixtureRequest, operator: Operator) -> Iterator[str
 
 @functools.cache
 def session(
-    spec: OperatorSpec, inputs: int, outputs: int, threads: int = 2, library: str = "", **attributes: Any
+    spec: OperatorSpec,
+    inputs: int,
+    outputs: int,
+    threads: int = 2,
+    library: str = "",
+    absent: tuple[str, ...] = (),
+    **attributes: Any,
 ) -> ort.InferenceSession:
-    """The operator with its first `inputs` and `outputs`."""
-    given, made = spec.inputs[:inputs], spec.outputs[:outputs]
-    node = helper.make_node(
-        spec.op_type, [one.name for one in given], [one.name for one in made], domain=spec.domain, **attributes
-    )
+    """The operator with its first `inputs` and `outputs`, the inputs without those named `absent`."""
+    made = spec.outputs[:outputs]
+    given = [one for one in spec.inputs[:inputs] if one.name not in absent]
+    names = ["" if one.name in absent else one.name for one in spec.inputs[:inputs]]
+    node = helper.make_node(spec.op_type, names, [one.name for one in made], domain=spec.domain, **attributes)
     described = [
         [helper.make_tensor_value_info(one.name, TYPES[one.dtypes[0]], None) for one in side] for side in (given, made)
     ]
@@ -50,11 +56,14 @@ def session(
 
 
 def run(
-    spec: OperatorSpec, *inputs: NDArray, outputs: int | None = None, threads: int = 2, **attributes: Any
+    spec: OperatorSpec, *inputs: NDArray | None, outputs: int | None = None, threads: int = 2, **attributes: Any
 ) -> list[NDArray]:
+    """None stands for an optional input that is left out."""
     count = len(spec.outputs) if outputs is None else outputs
-    feeds = dict(zip((one.name for one in spec.inputs), inputs, strict=False))
-    return session(spec, len(inputs), count, threads, **attributes).run(None, feeds)
+    given = dict(zip((one.name for one in spec.inputs), inputs, strict=False))
+    absent = tuple(name for name, value in given.items() if value is None)
+    feeds = {name: value for name, value in given.items() if value is not None}
+    return session(spec, len(inputs), count, threads, absent=absent, **attributes).run(None, feeds)
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> NDArray[np.float32]:

@@ -38,6 +38,7 @@ class Case:
     group: int = 0
     activation_group: int = 0
     bias: bool = False
+    zeros: bool = False
     seed: int = 0
 
     @functools.cached_property
@@ -46,8 +47,8 @@ class Case:
 
     @functools.cached_property
     def weights(self) -> NDArray[np.int8]:
-        largest = 2 ** (self.bits - 1) - 1
-        return np.random.default_rng(self.seed + 1).integers(-largest, largest + 1, (self.k, self.n)).astype(np.int8)
+        offset = 2 ** (self.bits - 1)
+        return np.random.default_rng(self.seed + 1).integers(-offset, offset, (self.k, self.n)).astype(np.int8)
 
     @functools.cached_property
     def weight_scale(self) -> NDArray[np.float32]:
@@ -58,10 +59,20 @@ class Case:
     def biases(self) -> NDArray[np.float32] | None:
         return normal(self.seed + 3, self.n) if self.bias else None
 
-    def packed(self) -> list[NDArray]:
+    @functools.cached_property
+    def weight_zero(self) -> NDArray[np.float32] | None:
+        offset = 2 ** (self.bits - 1)
+        shape = self.weight_scale.shape
+        return (
+            np.random.default_rng(self.seed + 4).uniform(-offset, offset, shape).astype(np.float32)
+            if self.zeros
+            else None
+        )
+
+    def packed(self) -> list[NDArray | None]:
         """The operands from `weight` on."""
-        packed = [packing.pack(self.weights, self.bits), packing.pack_scales(self.weight_scale)]
-        return packed if self.biases is None else [*packed, self.biases]
+        zero = None if self.weight_zero is None else packing.pack_scales(self.weight_zero)
+        return [packing.pack(self.weights, self.bits), packing.pack_scales(self.weight_scale), self.biases, zero]
 
     def attributes(self, spec: OperatorSpec) -> dict[str, int]:
         attributes = {"n": self.n, "bits": self.bits, "group_size": self.group}
@@ -79,12 +90,15 @@ class Case:
     def expected(self, spec: OperatorSpec) -> NDArray[np.float64]:
         given = (*self.activations(spec), self.weights, self.weight_scale, self.biases, self.group)
         if spec is WEIGHT_MATMUL:
-            return reference.weight_matmul(*given)
-        return reference.int8_matmul(*given, self.activation_group)
+            return reference.weight_matmul(*given, weight_zero=self.weight_zero)
+        return reference.int8_matmul(*given, self.activation_group, weight_zero=self.weight_zero)
 
     def allowed(self, spec: OperatorSpec) -> NDArray[np.float64]:
         """A rounding a group and factor for integers, one a product for floats."""
-        scaled = np.abs(self.weights) * np.repeat(self.weight_scale, self.group or max(1, self.k), axis=1).T[: self.k]
+        largest = np.abs(self.weights.astype(np.float32))
+        if self.weight_zero is not None:
+            largest += np.abs(np.repeat(self.weight_zero, self.group or max(1, self.k), axis=1).T[: self.k])
+        scaled = largest * np.repeat(self.weight_scale, self.group or max(1, self.k), axis=1).T[: self.k]
         magnitude = np.abs(self.x).astype(np.float64) @ scaled + np.abs(0 if self.biases is None else self.biases)
         roundings = self.weight_scale.shape[1] + 4 + (self.k if spec is WEIGHT_MATMUL else 0)
         return magnitude * 1.01 * EPSILON * roundings + 1e-30
@@ -104,6 +118,7 @@ def cases(draw: st.DrawFn) -> Case:
         group=group,
         activation_group=activation_group,
         bias=draw(st.booleans()),
+        zeros=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
     )
 
@@ -117,7 +132,7 @@ def check(case: Case, spec: OperatorSpec) -> None:
 @SETTINGS
 @given(case=cases())
 @example(Case(m=100, k=576, n=300, bits=8, bias=True))
-@example(Case(m=100, k=576, n=300, bits=4, group=32, activation_group=32))
+@example(Case(m=100, k=576, n=300, bits=4, group=32, activation_group=32, zeros=True))
 @example(Case(m=16, k=1536, n=64, bits=4, group=64))
 def test_integer_product(operator: Operator, isa: str, case: Case) -> None:
     check(case, INT8_MATMUL)
@@ -158,7 +173,8 @@ def test_largest_values_do_not_saturate(operator: Operator, isa: str, bits: int,
     [
         Case(m=70, k=576, n=200),
         Case(m=210, k=700, n=70, bits=4, group=64, bias=True),
-        Case(m=19, k=129, n=24, group=12, bias=True),
+        Case(m=19, k=129, n=24, group=12, bias=True, zeros=True),
+        Case(m=210, k=576, n=70, bits=4, group=32, activation_group=32, zeros=True),
         Case(m=60, k=1100, n=40, bits=8),
     ],
 )
@@ -202,7 +218,7 @@ def test_leading_dimensions_stay(operator: Operator) -> None:
 @settings(deadline=None)
 def test_packing_loses_nothing(bits: int, k: int, n: int, seed: int) -> None:
     case = Case(m=1, k=k, n=n, bits=bits, group=12, seed=seed)
-    packed, scales = case.packed()
+    packed, scales, *_ = case.packed()
     np.testing.assert_array_equal(packing.unpack(packed, k, n, bits), case.weights)
     np.testing.assert_array_equal(packing.unpack_scales(scales, n), case.weight_scale)
     assert packed.nbytes == packing.packed_bytes(k, n, bits)
@@ -211,8 +227,8 @@ def test_packing_loses_nothing(bits: int, k: int, n: int, seed: int) -> None:
 def test_what_cannot_be_packed_is_refused() -> None:
     ones = np.ones((4, 4), np.int8)
     for weights, bits, message in (
-        (ones * 8, 4, "weights to pack are 8 to 8; 4 bits hold -7 to 7"),
-        (ones * -128, 8, "-128 to -128; 8 bits hold -127 to 127"),
+        (ones * 8, 4, "weights to pack are 8 to 8; 4 bits hold -8 to 7"),
+        (ones * -9, 4, "weights to pack are -9 to -9; 4 bits hold -8 to 7"),
         (ones.astype(np.int32), 8, r"int32 \[4, 4\]; expected int8 \[k, n\]"),
         (ones, 5, "weights of 5 bits cannot be packed; expected 8 or 4"),
     ):
@@ -224,9 +240,9 @@ def test_what_cannot_be_packed_is_refused() -> None:
         packing.pack_scales(np.ones(4))
 
 
-SMALL = Case(m=3, k=8, n=4, bias=True)
+SMALL = Case(m=3, k=8, n=4, bias=True, zeros=True)
 Q, SCALE = SMALL.activations(INT8_MATMUL)
-WEIGHT, WEIGHT_SCALE, BIAS = SMALL.packed()
+WEIGHT, WEIGHT_SCALE, BIAS, ZERO = SMALL.packed()
 MISSHAPEN: dict[str, tuple[OperatorSpec, list[NDArray], str]] = {
     "scale": (INT8_MATMUL, [Q, SCALE[:1], WEIGHT, WEIGHT_SCALE], r"Int8MatMul: scale .* \[1, 1\], expected \[3, 1\]"),
     "k": (INT8_MATMUL, [Q[:, :4], SCALE, WEIGHT, WEIGHT_SCALE], r"weight .* found \[128\], expected \[64\]"),
@@ -234,6 +250,7 @@ MISSHAPEN: dict[str, tuple[OperatorSpec, list[NDArray], str]] = {
     "weight": (WEIGHT_MATMUL, [SMALL.x, WEIGHT[1:], WEIGHT_SCALE], r"WeightMatMul: weight .* \[127\], expected \[128"),
     "weight_scale": (WEIGHT_MATMUL, [SMALL.x, WEIGHT, WEIGHT_SCALE[0]], r"\[1, 16\], expected \[1, 1, 16\]"),
     "bias": (WEIGHT_MATMUL, [SMALL.x, WEIGHT, WEIGHT_SCALE, BIAS[:1]], r"bias .* found \[1\], expected \[4\]"),
+    "weight_zero": (WEIGHT_MATMUL, [SMALL.x, WEIGHT, WEIGHT_SCALE, BIAS, ZERO[0]], r"\[1, 16\], expected \[1, 1, 16\]"),
 }
 
 
