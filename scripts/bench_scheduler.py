@@ -28,7 +28,7 @@ PROMPT = 40
 def decoding(running: int, steps: int) -> Scheduler:
     """A scheduler whose sequences all decode, and others that wait behind them."""
     kv = PagedKv(running * ((PROMPT + steps) // BLOCK_SIZE + 2), BLOCK_SIZE)
-    config = SchedulerConfig(running, max(2048, running), headroom=0.0)
+    config = SchedulerConfig(running, max(2048, running), headroom=0.0, step_stretch=None)  # prompts at once
     scheduler = Scheduler(kv, config)
     for number in range(2 * running):
         lane = "batch" if number % 2 else "interactive"
