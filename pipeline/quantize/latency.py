@@ -1,9 +1,9 @@
 """What a layer takes by itself, as float and with a plan, measured on this machine.
 
 The layer is cut out of its graph with its own weights and run on random activations of the shapes that the workload
-gives it; both forms take turns. Layers of one geometry are measured once. Whatever the rewrite puts around the product,
-such as quantising its input, is part of the time; fusion with what comes before is not, so a plan looks a little slower
-here than it is.
+gives it; both forms take turns. Layers of one geometry are measured once. Whatever the rewrite puts around a matrix
+product, such as quantising its input, is part of the time; fusion with what comes before is not, so a plan looks a
+little slower here than it is. A convolution with calibrated ranges takes and gives integers: its neighbours do so too.
 """
 
 import statistics
@@ -15,10 +15,14 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx_graphsurgeon as gs
+from numpy.typing import NDArray
+from onnx import TensorProto
 
 from engines.backends.onnxruntime import ALTERNATING, OnnxRuntimeModel
 from passes.base import Pass
-from passes.graph import graph_from_path, proto_from_graph
+from passes.graph import graph_from_path, proto_from_graph, tidy
+from passes.onnx_model import load_structure
+from passes.pattern import only_consumer, producer
 from passes.quantization.layers import Layer, name_layers
 from passes.quantization.plan import LayerPlan, PrecisionPlan
 from passes.shapes import infer_shapes
@@ -86,23 +90,31 @@ class LayerClock:
             models = [
                 OnnxRuntimeModel(path, plugins=self.plugins, threads=self.threads, config=ALTERNATING) for path in paths
             ]
-            values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
             try:
-                return _alternate(models, {layer.activation: values})
+                return _alternate(models, [_random_feed(path, shape) for path in paths])
             finally:
                 for model in models:
                     model.close()
 
 
-def _alternate(models: Sequence[OnnxRuntimeModel], feeds: Mapping[str, np.ndarray]) -> Latency:
+def _random_feed(path: Path, shape: Shape) -> dict[str, NDArray]:
+    (tensor,) = load_structure(path).graph.input
+    generator = np.random.default_rng(0)
+    if tensor.type.tensor_type.elem_type == TensorProto.FLOAT:
+        return {tensor.name: generator.normal(size=shape).astype(np.float32)}
+    return {tensor.name: generator.integers(0, 256, shape, np.uint8)}
+
+
+def _alternate(models: Sequence[OnnxRuntimeModel], feeds: Sequence[Mapping[str, NDArray]]) -> Latency:
+    """`feeds`: of each model."""
     times: list[list[float]] = [[] for _ in models]
-    for model in models:
-        model.infer(feeds)
+    for model, feed in zip(models, feeds, strict=True):
+        model.infer(feed)
     end = time.perf_counter() + _SECONDS * len(models)
     while len(times[-1]) < _LEAST_RUNS or time.perf_counter() < end:
-        for model, taken in zip(models, times, strict=True):
+        for model, feed, taken in zip(models, feeds, times, strict=True):
             start = time.perf_counter()
-            model.infer(feeds)
+            model.infer(feed)
             taken.append(time.perf_counter() - start)
     quartiles = [statistics.quantiles(taken, n=4) for taken in times]
     (low, middle, _), (planned_low, planned, _) = quartiles
@@ -116,11 +128,15 @@ def _write_layer(reference: Path, layer: Layer, shape: Shape, target: Path, rewr
     node = next(node for node in whole.nodes if node.name == layer.name)
     node.inputs[0] = gs.Variable(layer.activation, dtype=np.float32, shape=list(shape))
     result = gs.Variable(layer.output, dtype=np.float32)
+    nodes, output = [*_makers(node.inputs[1:]), node], result
     node.outputs = [result]
+    if layer.kind == "Conv":  # somebody reads its result
+        output = gs.Variable(f"{layer.output}_read", dtype=np.float32)
+        nodes.append(gs.Node("Identity", inputs=[result], outputs=[output]))
     graph = gs.Graph(
-        nodes=[*_makers(node.inputs[1:]), node],
+        nodes=nodes,
         inputs=[node.inputs[0]],
-        outputs=[result],
+        outputs=[output],
         opset=whole.opset,
         import_domains=whole.import_domains,
         ir_version=whole.ir_version,
@@ -129,8 +145,23 @@ def _write_layer(reference: Path, layer: Layer, shape: Shape, target: Path, rewr
         if isinstance(constant, gs.Constant):
             constant.values = np.asarray(constant.values)  # beside nobody else's files
     apply(graph, rewrites)
+    if layer.kind == "Conv":
+        _cut_at_integers(graph, shape)
     infer_shapes(graph)
     target.write_bytes(proto_from_graph(graph).SerializeToString())
+
+
+def _cut_at_integers(graph: gs.Graph, shape: Shape) -> None:
+    """Q of the input and D of the result go: they belong to the ends of a network, not to each layer."""
+    first = only_consumer(graph, graph.inputs[0], "QuantizeLinear")
+    last = producer(graph.outputs[0].inputs[0].inputs[0], "DequantizeLinear")
+    if first is None or last is None:
+        return
+    entering, leaving = first.outputs[0], last.inputs[0]
+    entering.inputs, entering.dtype, entering.shape = [], np.dtype(np.uint8), list(shape)
+    leaving.dtype = np.dtype(np.uint8)
+    graph.inputs, graph.outputs = [entering], [leaving]
+    tidy(graph)
 
 
 def _makers(tensors: Sequence[gs.Tensor]) -> list[gs.Node]:

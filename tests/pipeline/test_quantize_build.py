@@ -247,7 +247,7 @@ def test_layers_that_get_slower_stay_float(llama_bundle, silent, tmp_path, loose
     from pipeline.quantize import latency
 
     def alternate(models, feeds):
-        return latency.Latency(1.0, 0.5 if feeds[next(iter(feeds))].shape[-1] == 64 else 2.0, 0.01)
+        return latency.Latency(1.0, 0.5 if next(iter(feeds[0].values())).shape[-1] == 64 else 2.0, 0.01)
 
     monkeypatch.setattr(latency, "_alternate", alternate)
     record = requantised(llama_bundle, tmp_path / "out", silent, search="latency", limits=loose)
@@ -278,3 +278,24 @@ def test_options_are_checked():
         QuantizeConfig(quant="int3")
     with pytest.raises(KilnError, match="--generate is 0"):
         replace(QuantizeConfig(), generate=0)
+
+
+@pytest.mark.parametrize(("together", "schemes"), [(0.5, {"float": 2, "w8a8": 2}), (2.0, {"float": 3, "w8a8": 1})])
+def test_integers_between_neighbours_are_timed_too(silent, tmp_path, loose, monkeypatch, together, schemes):
+    from passes.manager import Timing
+    from pipeline.quantize import latency, stage
+
+    def alternate(models, feeds):
+        kinds = [next(iter(feed.values())).dtype.name for feed in feeds]
+        assert kinds == ["float32", "uint8"]  # neighbours give integers
+        size = next(iter(feeds[0].values())).shape[-1]
+        return latency.Latency(1.0, 0.5 if size == 14 else 2.0, 0.01)
+
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    monkeypatch.setattr(latency, "_alternate", alternate)
+    monkeypatch.setattr(stage.StepClock, "__call__", lambda self, before, after: Timing(1.0, together, 0.05))
+    data = tmp_path / "images.npz"
+    np.savez(data, input=np.random.default_rng(0).normal(size=(8, 3, 16, 16)).astype(np.float32))
+    options = {"specs": (str(data),), "search": "latency"}
+    out = built("test_quantize_build:small_cnn", tmp_path / "out", silent, limits=loose, **options)
+    assert open_bundle(out).manifest.quantization.schemes == schemes
