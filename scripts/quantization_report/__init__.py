@@ -1,1 +1,1 @@
-"""What scripts/report_quantization.py is made of: corpora, quantised bundles, what is measured on them, and the page."""
+"""What scripts/report_quantization.py is made of: corpora, quantised bundles, measurements on them, and the page."""

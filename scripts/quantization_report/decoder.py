@@ -155,8 +155,8 @@ def _table(decoder: Decoder, setting: Setting, verdicts: list[Verdict]) -> Findi
     columns = ("graph", "layers", "MB", "products in INT8", *lengths, "KL", f"greedy, of {material.greedy}", "gate")
     notes = [
         f"Perplexity of {setting.corpora.origin} and its change by length of the window; {material.sentence}. KL: mean "
-        "divergence from FP32 in nats, over all lengths. Greedy: tokens before the first that differs from FP32's, mean "
-        "over the prompts, and range. Gate: the verdict that a build ends with, on other pieces of these texts.",
+        "divergence from FP32 in nats, over all lengths. Greedy: tokens before the first that differs from FP32's, "
+        "mean over the prompts, and range. Gate: the verdict that a build ends with, on other pieces of these texts.",
         "SmolLM2's weights were 4-bit once (the file is Q4_1), so INT4 looks better here than it is.",
     ]
     return Findings(decoder.name, f"{decoder.name}: accuracy", columns, rows, verdicts, data, notes)

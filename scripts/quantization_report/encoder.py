@@ -100,6 +100,7 @@ def _task(setting: Setting, tokenizer: Tokenizer) -> Task:
     wanted, samples = (20 if setting.quick else 300), []
     for spam in (False, True):
         mails = [text for text, is_spam in setting.corpora.mails if is_spam == spam]
+        assert len(mails) >= wanted
         chosen = [mails[index * len(mails) // wanted] for index in range(wanted)]
         texts = [tokenizer.encode(_body(mail)[:4000]) for mail in chosen]
         cut = [[*ids[: _LONGEST - 1], ids[-1]] if len(ids) > _LONGEST else ids for ids in texts]

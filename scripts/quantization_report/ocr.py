@@ -25,7 +25,7 @@ _PHRASES = (
     "invoice 4711",
     "Sum: 128.50 EUR",
     "Do not disturb",
-    "platform 9 is closed today",
+    "platform 9 is closed",
     "READ ME",
 )
 

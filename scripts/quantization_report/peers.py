@@ -22,7 +22,7 @@ _REFERENCE = "hf fp32"
 
 @dataclass(frozen=True)
 class Peer:
-    """One stack. `equal`: tokens of the first 64 after the prompt for decoding that equal FP32's; None where nobody knows."""
+    """One stack. `equal`: tokens of the first 64 after the prompt for decoding that equal FP32's; None: unknown."""
 
     label: str
     rates: Mapping[str, float]

@@ -98,14 +98,11 @@ def on_growing_decoder(setting: Setting) -> Findings:
     rows, data, reports = [], {}, {}
     for name, sizes in lengths.items():
         spec = folder / f"{name}.jsonl"
-        spec.write_text(
-            "".join(json.dumps({"token_ids": generator.integers(0, VOCABULARY, n).tolist()}) + "\n" for n in sizes)
-        )
+        samples = [generator.integers(0, VOCABULARY, size).tolist() for size in sizes]
+        spec.write_text("\n".join(json.dumps({"token_ids": ids}) for ids in samples))
         report = reports[name] = _growing_gate(model, spec, texts, folder / name, setting)
         values = {(check.stratum, check.check.name): check.check.value for check in report.checks}
-        failed = {
-            stratum: sum(c.failed for c in report.checks if c.stratum == stratum) for stratum in ("short", "long")
-        }
+        failed = {cut.name: sum(c.failed for c in report.checks if c.stratum == cut.name) for cut in cuts}
         data[name] = {"failed": failed, "kl": {s: values[s, "kl_mean"] for s in failed}, "passed": report.passed}
         cells = (f"{values[s, 'kl_mean']:.4f}, {f'{n} checks fail' if n else 'passes'}" for s, n in failed.items())
         rows.append((name, *cells))
