@@ -1,0 +1,333 @@
+// Attention of sequences with many new tokens on sm_90a (FlashAttention-3, arXiv 2407.08608, on pages).
+//
+// A CTA takes 128 query rows of one KV head. One warp copies pages of keys and values, 16 positions a box, into two
+// stages each; two warpgroups of 64 rows multiply. A warpgroup's next scores are computed while it adds up the values
+// of the ones before, and softmax runs under both.
+#pragma once
+
+#include "cuda_wgmma.cuh"
+
+namespace kiln::cuda {
+
+template <int kHeadDim>
+struct HopperLayout {
+  static constexpr int kRows = 128, kThreads = 384, kStages = 2, kPage = 16;
+  static constexpr int kKeys = kHeadDim <= 128 ? 128 : 64;   // positions of a stage
+  static constexpr int kChunks = (kHeadDim + 63) / 64;       // of 64 columns: 128 bytes, swizzled
+  static constexpr int kQueryBytes = kChunks * kRows * 128;
+  static constexpr int kTileBytes = kChunks * kKeys * 128;
+  static constexpr int kBoxBytes = kPage * 128;
+  static constexpr int kBytes = kQueryBytes + 2 * kStages * kTileBytes + 1024;  // to align by hand
+};
+
+struct HopperBarriers {
+  uint64_t keys_full[2], values_full[2], keys_empty[2], values_empty[2];
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// What both kinds of warps know of the CTA's work.
+struct HopperWork {
+  const PagedAttention& call;
+  const Tile tile;
+  const int head, group, begin, end;  // positions that the tile's rows see
+  const uint32_t queries, keys, values;
+  HopperBarriers& barriers;
+
+  __device__ __forceinline__ int token_of(int row) const { return min((tile.row + row) / group, tile.of.count - 1); }
+};
+
+template <int kHeadDim>
+__device__ __forceinline__ void copy_pages(const HopperWork& work, const CUtensorMap* key_map, const CUtensorMap* value_map) {
+  using Layout = HopperLayout<kHeadDim>;
+  const int lane = threadIdx.x % 32, page = lane / Layout::kChunks, chunk = lane % Layout::kChunks;
+  for (int position = work.begin, i = 0; position < work.end; position += Layout::kKeys, i++) {
+    const int stage = i % 2, phase = i / 2 % 2;
+    const int pages = min(Layout::kKeys, work.end - position + Layout::kPage - 1) / Layout::kPage;
+    const int boxes = pages * Layout::kChunks, at = position + page * Layout::kPage;
+    const int row = lane < boxes ? block_of(work.call, work.tile.seq, at) * work.call.block_size + at % work.call.block_size : 0;
+    const uint32_t offset = stage * Layout::kTileBytes + (chunk * Layout::kKeys + page * Layout::kPage) * 128;
+    const uint32_t keys_full = shared_address(&work.barriers.keys_full[stage]);
+    wait_barrier(shared_address(&work.barriers.keys_empty[stage]), phase ^ 1);
+    if (lane == 0) arrive_expecting(keys_full, boxes * Layout::kBoxBytes);
+    __syncwarp();
+    if (lane < boxes) copy_box(work.keys + offset, key_map, chunk * 64, work.head, row, keys_full);
+    const uint32_t values_full = shared_address(&work.barriers.values_full[stage]);
+    wait_barrier(shared_address(&work.barriers.values_empty[stage]), phase ^ 1);
+    if (lane == 0) arrive_expecting(values_full, boxes * Layout::kBoxBytes);
+    __syncwarp();
+    if (lane < boxes) copy_box(work.values + offset, value_map, chunk * 64, work.head, row, values_full);
+  }
+}
+
+// One warpgroup's 64 rows; this thread's are `own_row` and 8 more.
+template <typename T, int kHeadDim>
+struct HopperRows {
+  using Layout = HopperLayout<kHeadDim>;
+  static constexpr int kKeys = Layout::kKeys, kSteps = kHeadDim / 16;
+  static constexpr int kPart = kHeadDim == 64 ? 32 : 64, kParts = kHeadDim == 256 ? 2 : 1;
+
+  const HopperWork& work;
+  const Scores scores;
+  const int warpgroup, lane, own_row;
+  const uint32_t queries;  // of this warpgroup
+  float s[kKeys / 2], o[kParts][kPart], m[2], l[2], kept[2];
+  uint32_t p[kKeys / 4];
+
+  __device__ __forceinline__ uint32_t query_address(int row, int dim) const {
+    return queries + (dim / 64 * Layout::kRows + row) * 128 + ((dim / 8 % 8 ^ row % 8) * 16) + dim % 8 * 2;
+  }
+
+  __device__ __forceinline__ void load_queries() const {
+    for (int i = threadIdx.x % 128; i < 64 * kHeadDim / 2; i += 128) {
+      const int row = i / (kHeadDim / 2), dim = i % (kHeadDim / 2) * 2;
+      const int in_tile = warpgroup * 64 + row, token = work.token_of(in_tile);
+      const T* from = static_cast<const T*>(work.call.query) + (work.tile.of.first + token) * work.call.query_stride +
+                      (work.head * work.group + (work.tile.row + in_tile) % work.group) * kHeadDim;
+      const uint32_t pair = rotated_pair(work.call, from, dim, work.tile.of.past + token);
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(query_address(row, dim)), "r"(pair) : "memory");
+    }
+    publish_stores();
+    sync_threads<128>(1 + warpgroup);
+  }
+
+  __device__ __forceinline__ void start_scores(int stage) {
+    const uint32_t keys = work.keys + stage * Layout::kTileBytes;
+#pragma unroll
+    for (int k = 0; k < kSteps; k++)
+      Products<T>::run(s, matrix(queries + k / 4 * Layout::kRows * 128 + k % 4 * 32, 1024),
+                       matrix(keys + k / 4 * kKeys * 128 + k % 4 * 32, 1024), k > 0);
+    commit_products();
+  }
+
+  __device__ __forceinline__ void start_values(int stage) {
+    const uint32_t values = work.values + stage * Layout::kTileBytes;
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; k++)
+#pragma unroll
+      for (int part = 0; part < kParts; part++)
+        Products<T>::run(o[part], p + 4 * k, matrix(values + part * 2 * kKeys * 128 + k * 2048, 1024, kKeys * 128));
+    commit_products();
+  }
+
+  __device__ __forceinline__ void release(uint64_t& barrier) const {
+    if (lane == 0) arrive(shared_address(&barrier));
+  }
+
+  __device__ __forceinline__ void mask(int position) {
+    const int window = work.call.window;
+    const int first = work.tile.of.past + work.token_of(warpgroup * 64);
+    const int last = work.tile.of.past + work.token_of(warpgroup * 64 + 63);
+    if (position + kKeys - 1 <= first && (window == 0 || position > last - window)) return;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int own = work.tile.of.past + work.token_of(own_row + 8 * j);
+      const int high = own - position - lane % 4 * 2, low = window > 0 ? high - window : -1 << 20;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          if (n * 8 + i > high || n * 8 + i <= low) s[n * 4 + j * 2 + i] = -kInfinity;
+    }
+  }
+
+  // Scores become weights; `kept` is what the sums so far are to be multiplied by.
+  __device__ __forceinline__ void soften(int position) {
+    if (scores.capped()) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; i++) s[i] = scores(s[i]);
+    }
+    mask(position);
+    const float factor = scores.capped() ? 1 : scores.factor;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      float top = m[j];
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; n++) top = fmaxf(top, fmaxf(s[n * 4 + 2 * j], s[n * 4 + 2 * j + 1]));
+      top = fmaxf(top, __shfl_xor_sync(kAll, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kAll, top, 2));
+      const float base = top == -kInfinity ? 0 : top * factor;
+      kept[j] = exp2_fast(m[j] * factor - base);
+      m[j] = top;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; n++)
+#pragma unroll
+        for (int i = n * 4 + 2 * j; i < n * 4 + 2 * j + 2; i++) s[i] = exp2_fast(fmaf(s[i], factor, -base));
+    }
+  }
+
+  __device__ __forceinline__ void take_weights() {
+#pragma unroll
+    for (int j = 0; j < 2; j++) l[j] *= kept[j];
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; i++) {
+      p[i] = Numbers<T>::pack(s[2 * i], s[2 * i + 1]);
+      const float2 rounded = Numbers<T>::unpack(p[i]);  // the sum of what is multiplied: errors of weights cancel
+      l[i % 2] += rounded.x + rounded.y;
+    }
+  }
+
+  __device__ __forceinline__ void rescale() {
+#pragma unroll
+    for (int part = 0; part < kParts; part++)
+#pragma unroll
+      for (int i = 0; i < kPart; i++) o[part][i] *= kept[i / 2 % 2];
+  }
+
+  __device__ __forceinline__ void finish_values() {
+    wait_products<0>();
+#pragma unroll
+    for (int part = 0; part < kParts; part++) pin(o[part]);
+  }
+
+  // Values that no row of the tile sees: 0 times what is there may be NaN.
+  __device__ __forceinline__ void clear_values(int position, int stage) const {
+    const int seen = work.end - position, rows = kKeys - seen;
+    if (rows <= 0) return;
+    const uint32_t values = work.values + stage * Layout::kTileBytes;
+    for (int i = threadIdx.x - 128; i < rows * Layout::kChunks * 8; i += 256) {
+      const int row = seen + i / 8 % rows, chunk = i / 8 / rows;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values + (chunk * kKeys + row) * 128 + i % 8 * 16), "r"(0)
+                   : "memory");
+    }
+    publish_stores();
+    sync_threads<256>(3);
+  }
+
+  __device__ __forceinline__ void attend() {
+    m[0] = m[1] = -kInfinity;
+    l[0] = l[1] = 0;
+#pragma unroll
+    for (int part = 0; part < kParts; part++)
+#pragma unroll
+      for (int i = 0; i < kPart; i++) o[part][i] = 0;
+    HopperBarriers& barriers = work.barriers;
+    wait_barrier(shared_address(&barriers.keys_full[0]), 0);
+    begin_products();
+    start_scores(0);
+    wait_products<0>();
+    pin(s);
+    release(barriers.keys_empty[0]);
+    soften(work.begin);
+    take_weights();
+    int position = work.begin, i = 0;
+    while (position + kKeys < work.end) {
+      const int stage = i % 2, phase = i / 2 % 2, next = (i + 1) % 2, next_phase = (i + 1) / 2 % 2;
+      wait_barrier(shared_address(&barriers.keys_full[next]), next_phase);
+      pin(s);
+      begin_products();
+      start_scores(next);
+      wait_barrier(shared_address(&barriers.values_full[stage]), phase);
+      start_values(stage);
+      wait_products<1>();
+      pin(s);
+      release(barriers.keys_empty[next]);
+      position += kKeys;
+      i++;
+      soften(position);
+      finish_values();
+      release(barriers.values_empty[stage]);
+      rescale();
+      take_weights();
+    }
+    wait_barrier(shared_address(&barriers.values_full[i % 2]), i / 2 % 2);
+    clear_values(position, i % 2);
+    begin_products();
+    start_values(i % 2);
+    finish_values();
+  }
+
+  // Through shared memory, where the queries were, so that stores are of 16 bytes.
+  __device__ __forceinline__ void write() {
+    sync_threads<128>(1 + warpgroup);
+    const int row = own_row - warpgroup * 64;
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      l[j] += __shfl_xor_sync(kAll, l[j], 1);
+      l[j] += __shfl_xor_sync(kAll, l[j], 2);
+#pragma unroll
+      for (int n = 0; n < kHeadDim / 8; n++) {
+        const float* pair = o[n / 16] + n % 16 * 4 + j * 2;
+        const uint32_t address = query_address(row + 8 * j, n * 8 + lane % 4 * 2);
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(Numbers<T>::pack(pair[0] / l[j], pair[1] / l[j])) : "memory");
+      }
+    }
+    __syncwarp();
+    constexpr int kVectors = kHeadDim / 8;
+    for (int i = lane; i < 16 * kVectors; i += 32) {
+      const int of_warp = row - lane / 4 + i / kVectors, vector = i % kVectors;
+      const int in_sequence = work.tile.row + warpgroup * 64 + of_warp;
+      if (in_sequence >= work.tile.of.count * work.group) continue;
+      uint4 data;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(data.x), "=r"(data.y), "=r"(data.z), "=r"(data.w)
+                   : "r"(query_address(of_warp, vector * 8)));
+      T* to = static_cast<T*>(work.call.output) +
+              (static_cast<int64_t>(work.tile.of.first + in_sequence / work.group) * work.call.heads +
+               work.head * work.group + in_sequence % work.group) * kHeadDim + vector * 8;
+      *reinterpret_cast<uint4*>(to) = data;
+    }
+  }
+};
+#endif  // __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(384, 1)
+    hopper_kernel(const __grid_constant__ PagedAttention call, const __grid_constant__ CUtensorMap key_map,
+                  const __grid_constant__ CUtensorMap value_map) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Layout = HopperLayout<kHeadDim>;
+  extern __shared__ char shared[];
+  __shared__ HopperBarriers barriers;
+  let_next_start();
+  const Tile tile = tile_from_end(call, Layout::kRows, blockIdx.x / call.kv_heads);
+  if (tile.seq < 0) {
+    wait_for_previous();  // whatever follows takes the end of this kernel for the end of all before it
+    return;
+  }
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < 2; stage++) {
+      init_barrier(shared_address(&barriers.keys_full[stage]), 1);
+      init_barrier(shared_address(&barriers.values_full[stage]), 1);
+      init_barrier(shared_address(&barriers.keys_empty[stage]), 8);
+      init_barrier(shared_address(&barriers.values_empty[stage]), 8);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  const int group = call.heads / call.kv_heads, rows = tile.of.count * group;
+  const uint32_t base = (shared_address(shared) + 1023) & ~1023u;
+  const HopperWork work{call,
+                        tile,
+                        static_cast<int>(blockIdx.x % call.kv_heads),
+                        group,
+                        tile.of.begin(call, tile.row / group),
+                        min(tile.of.past + (min(tile.row + Layout::kRows, rows) - 1) / group + 1, tile.of.end),
+                        base,
+                        base + Layout::kQueryBytes,
+                        base + Layout::kQueryBytes + 2 * Layout::kTileBytes,
+                        barriers};
+  const int warpgroup = threadIdx.x / 128 - 1;
+  if (warpgroup < 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x < 32) {
+      wait_for_previous();
+      copy_pages<kHeadDim>(work, &key_map, &value_map);
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    HopperRows<T, kHeadDim> consumer{work,
+                                     Scores(call),
+                                     warpgroup,
+                                     lane,
+                                     warpgroup * 64 + warp * 16 + lane / 4,
+                                     work.queries + warpgroup * 64 * 128};
+    consumer.load_queries();
+    consumer.attend();
+    consumer.write();
+  }
+#endif
+}
+
+}  // namespace kiln::cuda
