@@ -113,7 +113,7 @@ class _Rows:
 
 
 def _judged(subject: PlainSubject, sample: Sample, data: PlainData, number: int) -> NDArray:
-    """The judged output, [rows, values], float64. Hidden states [rows, tokens, width] become their masked mean."""
+    """The judged output, [rows, values], float64; of hidden states [rows, tokens, width] the masked mean. Maps are flat."""
     outputs = subject.infer(sample.feeds)
     name = next(iter(outputs)) if data.output is None else data.output
     if name not in outputs:
@@ -122,6 +122,8 @@ def _judged(subject: PlainSubject, sample: Sample, data: PlainData, number: int)
     if values.ndim == 3 and data.kind == "embedding":
         mask = np.asarray(sample.feeds.get(_MASK, np.ones(values.shape[:2])), np.float64)[..., None]
         values = np.where(mask > 0, values, 0.0).sum(axis=1) / np.maximum(mask.sum(axis=1), 1.0)
+    if values.ndim > 3 and data.kind == "embedding":
+        values = values.reshape(len(values), -1)
     if values.ndim != 2:
         raise KilnError(
             f"output '{name}' of {subject.side.name} is {list(values.shape)}; a {data.kind} gives [rows, values]"

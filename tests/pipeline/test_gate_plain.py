@@ -8,9 +8,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from pipeline.compare.report import Side
 from pipeline.gate import GateConfig, GateLimits, require_passed, run_gate
 from pipeline.gate.html import html_from_report
 from pipeline.gate.material import PlainData, PlainStratum, Sample, Task
+from pipeline.gate.plain import measure_samples
 from pipeline.progress import Progress
 from plugins.errors import KilnError
 
@@ -209,6 +211,32 @@ def test_padding_is_no_part_of_an_embedding(encoder: Model, silent: Progress) ->
     report = run_gate(path, subject, data, LIMITS, CONFIG, silent)
     assert by_name(report, "short")["embedding_cosine_min"] == pytest.approx(1.0, abs=1e-6)
     subject.close()
+
+
+def test_a_map_is_judged_as_one_vector() -> None:
+    class Map:
+        """Gives [rows, 1, 2, 3], as networks that find things in images do."""
+
+        side, inputs = Side("onnx", "map", "map", "", "fp32", {}), ()
+
+        def __init__(self, change: float) -> None:
+            self.change = change
+
+        def infer(self, feeds):
+            values = np.arange(12, dtype=np.float32).reshape(2, 1, 2, 3) + 1
+            values[1, 0, 1, 2] += self.change
+            return {"map": values}
+
+        def close(self) -> None: ...
+
+    sample = Sample({"x": np.zeros((2, 3), np.float32)})
+    data = PlainData("embedding", (PlainStratum("all", [sample]),), "one")
+    values = measure_samples(Map(0), Map(-24), data, [sample]).values
+    row = np.arange(7, 13.0)
+    other = row - [0, 0, 0, 0, 0, 24]
+    cosine = row @ other / np.linalg.norm(row) / np.linalg.norm(other)
+    assert values["embedding_cosine_min"] == pytest.approx(cosine)
+    assert values["embedding_cosine"] == pytest.approx((1 + cosine) / 2)
 
 
 def test_what_cannot_be_judged_is_refused(classifier: Model, encoder: Model, silent: Progress) -> None:
