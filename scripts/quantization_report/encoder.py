@@ -19,10 +19,11 @@ from quantization_report.setting import Setting
 
 TASK = 0.01
 """Points of the task's accuracy that may be lost."""
-COSINES = {"w8a8-dynamic": 0.99, "w8a8": 0.99, "w4a16": 0.98}
-"""Least mean cosine of embeddings. The issue asks for that of W4A16; the others are the gate's convention."""
+COSINE = 0.98
+"""Least mean cosine of W4A16's embeddings."""
+SCHEMES = ("w8a8-dynamic", "w8a8", "w4a16")
 _BATCH = 16
-_LONGEST = 256
+_LONGEST = 128
 """Tokens of a mail; the rest is cut."""
 
 
@@ -33,7 +34,7 @@ def minilm(setting: Setting) -> list[Findings]:
     texts, task = _texts(setting, tokenizer), _task(setting, tokenizer)
     made = {
         name: maker.make(name, QuantizeConfig(name, search=search_of(setting)))
-        for name in COSINES
+        for name in SCHEMES
         if setting.wants(name)
     }
     times = times_of(maker, made, _batches([texts[0]])[0].feeds, setting)
@@ -41,7 +42,7 @@ def minilm(setting: Setting) -> list[Findings]:
     verdicts, data = [], {}
     for name, item in made.items():
         with setting.progress.stage(f"judge {name}"):
-            figures, on_task = _measured(maker.parent.path, item.bundle.path, _batches(texts), task)
+            figures, on_task = _measured(maker.parent.path, item.bundle.path, _batches(texts), task, setting.threads)
         data[name] = {**figures.values, **on_task.facts}
         verdicts += _verdicts(name, figures, on_task)
         accuracy = [on_task.facts[f"task accuracy, {side}"] for side in ("reference", "candidate")]
@@ -58,7 +59,7 @@ def minilm(setting: Setting) -> list[Findings]:
         )
     columns = ("graph", "layers", "MB", "gate", "mean cosine", "least", "spam found, of FP32's", "ms a text", "times")
     notes = [
-        f"Cosines over {len(texts)} texts of 4 to {_LONGEST} tokens of {setting.corpora.origin}; the task over "
+        f"Cosines over {len(texts)} texts of 4 to 256 tokens of {setting.corpora.origin}; the task over "
         f"{sum(len(sample.labels) for sample in task.samples)} mails of SpamAssassin, half of them spam: softmax "  # type: ignore[arg-type]
         "regression on embeddings, trained on one half and tested on the other, on each graph's own embeddings. "
         f"Times of one text of {len(texts[0])} tokens."
@@ -67,24 +68,23 @@ def minilm(setting: Setting) -> list[Findings]:
 
 
 def _verdicts(name: str, figures: PlainFigures, on_task: PlainFigures) -> list[Verdict]:
-    found = [at_least(f"{name}: mean cosine of embeddings", figures.values["embedding_cosine"], COSINES[name])]
-    if name != "w4a16":
-        found.append(at_most(f"{name}: accuracy of the spam task lost,", on_task.values["task_drop"], TASK))
-    return found
+    if name == "w4a16":
+        return [at_least(f"{name}: mean cosine of embeddings", figures.values["embedding_cosine"], COSINE)]
+    return [at_most(f"{name}: accuracy of the spam task lost,", on_task.values["task_drop"], TASK)]
 
 
 def _measured(
-    reference: Path, candidate: Path, samples: Sequence[Sample], task: Task
+    reference: Path, candidate: Path, samples: Sequence[Sample], task: Task, threads: int
 ) -> tuple[PlainFigures, PlainFigures]:
     data = PlainData("embedding", (PlainStratum("all", samples),), "")
-    with closing(subject_from(reference)) as a, closing(subject_from(candidate)) as b:
+    with closing(subject_from(reference, threads)) as a, closing(subject_from(candidate, threads)) as b:
         return measure_samples(a, b, data, samples), measure_task(a, b, data, task)  # type: ignore[arg-type]
 
 
 def _texts(setting: Setting, tokenizer: Tokenizer) -> list[list[int]]:
     """Beginning with one of 128 tokens, which is timed."""
     ids = tokenizer.encode(setting.corpora.novel[:200_000])[1:-1]
-    lengths = (128, 4, 8, 16, 32, 64, 128, _LONGEST) * (1 if setting.quick else 8)
+    lengths = (128, 4, 8, 16, 32, 64, 96, 256) * (1 if setting.quick else 8)
     edges = tokenizer.encode("")
     made, start = [], 0
     for length in lengths:
@@ -97,10 +97,9 @@ def _task(setting: Setting, tokenizer: Tokenizer) -> Task:
     """As many mails that are spam as that are not, evenly over the corpus; their headers are left out."""
     if not setting.corpora.mails:
         raise KilnError("MiniLM is judged on mails; give --corpora")
-    wanted, samples = (20 if setting.quick else 300), []
+    wanted, samples = (20 if setting.quick else 250), []
     for spam in (False, True):
         mails = [text for text, is_spam in setting.corpora.mails if is_spam == spam]
-        assert len(mails) >= wanted
         chosen = [mails[index * len(mails) // wanted] for index in range(wanted)]
         texts = [tokenizer.encode(_body(mail)[:4000]) for mail in chosen]
         cut = [[*ids[: _LONGEST - 1], ids[-1]] if len(ids) > _LONGEST else ids for ids in texts]
