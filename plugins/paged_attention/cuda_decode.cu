@@ -15,8 +15,9 @@ int ranges_of(const PagedAttention& call, const Device& device) {
 
 template <int kHeadDim>
 bool find_plan(const PagedAttention& call, const Device& device, int columns, DecodePlan* plan) {
-  constexpr int kStatic = 1024;  // what the compiler and the system take of a block's shared memory, at most
+  constexpr int kStatic = 256;  // what the kernel has of its own besides, at most
   for (const DecodePlan& one : kPlans) {
+    if (one.warps * 32 < DecodeLayout<kHeadDim>::kMinThreads) break;
     *plan = one;
     if (DecodeLayout<kHeadDim>::bytes(one, call.seqs, columns, ranges_of(call, device)) + kStatic <= device.shared_bytes)
       return true;

@@ -28,6 +28,7 @@ struct DecodeLayout {
   static constexpr int kTile = 16 * kRow;               // of 16 keys or values
   static constexpr int kRegisters = kHeadDim / 4;       // accumulators of a thread for 8 query rows
   static constexpr int kPart = (kRegisters + 4) * 32;   // floats of one warp's result: accumulators, two m, two l
+  static constexpr int kMinThreads = kHeadDim == 256 ? 64 : 128;
   static int bytes(DecodePlan plan, int seqs, int columns, int parts) {
     const int merge = plan.warps / 2 * kPart * 4, join = parts * columns * 8 * 4;
     return plan.warps * plan.stages * 2 * kTile + (merge > join ? merge : join) + (seqs + 1) * 4;
@@ -137,6 +138,8 @@ template <typename T, int kHeadDim, int kColumns>
 struct Decoder {
   using Layout = DecodeLayout<kHeadDim>;
   static constexpr int kSteps = kHeadDim / 16, kRow = Layout::kRow, kTile = Layout::kTile, kRows = 8 * kColumns;
+  static constexpr int kVectors = kHeadDim / 8, kRegisters = Layout::kRegisters, kPart = Layout::kPart;
+  static constexpr int kHeld = (kRows * kVectors + Layout::kMinThreads - 1) / Layout::kMinThreads;
 
   const PagedAttention& call;
   const Scores scores;
@@ -161,7 +164,6 @@ struct Decoder {
     const T* keys = static_cast<const T*>(call.key_cache) + at;
     const T* values = static_cast<const T*>(call.value_cache) + at;
     const uint32_t to = buffers + stage * 2 * kTile;
-    constexpr int kVectors = kHeadDim / 8;
     const int seen = cursor.of.end - position;  // rows beyond are no one's: zeros, since 0 times what is there may be NaN
 #pragma unroll
     for (int i = 0; i < kVectors / 2; i++) {
@@ -175,19 +177,37 @@ struct Decoder {
     }
   }
 
-  // This lane's parts of the query rows `row` on, as the B operand.
-  __device__ __forceinline__ void load_query(const Sequence& of, int row, uint32_t (&q)[kColumns][kSteps][2]) const {
+  // This thread's vectors of the query rows `row` on, rotated: on their way while other things are done.
+  __device__ __forceinline__ void load_query(const Sequence& of, int row, uint4 (&held)[kHeld]) const {
 #pragma unroll
-    for (int n = 0; n < kColumns; n++) {
-      const int r = min(row + n * 8 + lane / 4, of.count * group - 1), token = r / group;
+    for (int i = 0; i < kHeld; i++) {
+      const int e = threadIdx.x + i * blockDim.x;
+      if (e >= kRows * kVectors) break;
+      const int r = min(row + e / kVectors, of.count * group - 1), token = r / group;
       const T* from = static_cast<const T*>(call.query) + (of.first + token) * call.query_stride +
                       (head * group + r % group) * kHeadDim;
-#pragma unroll
-      for (int k = 0; k < kSteps; k++)
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-          q[n][k][i] = rotated_pair(call, from, k * 16 + i * 8 + lane % 4 * 2, of.past + token);
+      held[i] = rotated_vector(call, from, e % kVectors * 8, of.past + token);
     }
+  }
+
+  // Passes them through shared memory: each lane gets its parts of the B operand.
+  __device__ __forceinline__ void share_query(const uint4 (&held)[kHeld], uint32_t (&q)[kColumns][kSteps][2]) const {
+    const uint32_t rows = shared_address(merging);
+#pragma unroll
+    for (int i = 0; i < kHeld; i++) {
+      const int e = threadIdx.x + i * blockDim.x;
+      if (e < kRows * kVectors) store_shared(rows + e / kVectors * kRow + e % kVectors * 16, held[i]);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < kColumns; n++)
+#pragma unroll
+      for (int k = 0; k < kSteps; k += 2) {
+        uint32_t r[4];
+        load_matrices(r, rows + (n * 8 + lane % 8) * kRow + (k * 2 + lane / 8) * 16);
+        q[n][k][0] = r[0], q[n][k][1] = r[1], q[n][k + 1][0] = r[2], q[n][k + 1][1] = r[3];
+      }
+    __syncthreads();
   }
 
   // Attends to the 16 positions in a stage.
@@ -259,65 +279,94 @@ struct Decoder {
     }
   }
 
-  // Merges all warps' results into warp 0's.
-  __device__ __forceinline__ void merge_warps(DecodeResult<T, kHeadDim, kColumns>& result) const {
+  // Merges all warps' results and hands the merged accumulators out: `take(n, register, x, m, l)` in each thread for its
+  // share of column n, whose rows have the maximum m and the sum l. Registers of a thread belong to one row.
+  template <typename Take>
+  __device__ __forceinline__ void merge_warps(DecodeResult<T, kHeadDim, kColumns>& result, Take take) const {
     result.sum_lanes();
-    for (int n = 0; n < kColumns; n++)
-      for (int half = warps / 2; half >= 1; half /= 2) {
-        float* at = merging + (warp % half) * Layout::kPart + lane;
-        if (warp >= half && warp < 2 * half) {
+    const int half = warps / 2;
+    float* own = merging + warp % half * kPart + lane;
 #pragma unroll
-          for (int c = 0; c < kColumns; c++)
-            if (c == n) result.store(c, [&](int r, float x) { at[r * 32] = x; });
-        }
-        __syncthreads();
-        if (warp < half) {
-#pragma unroll
-          for (int c = 0; c < kColumns; c++)
-            if (c == n) result.merge(c, [&](int r) { return at[r * 32]; });
-        }
-        __syncthreads();
+    for (int n = 0; n < kColumns; n++) {
+      if (warp >= half) result.store(n, [&](int r, float x) { own[r * 32] = x; });
+      __syncthreads();
+      if (warp < half) {
+        result.merge(n, [&](int r) { return own[r * 32]; });
+        result.store(n, [&](int r, float x) { own[r * 32] = x; });
       }
+      __syncthreads();
+      const float* of_row = merging + (kRegisters + warp % 2) * 32 + lane;
+      float top = -kInfinity, total = 0, weights[4];
+#pragma unroll
+      for (int w = 0; w < 4; w++)
+        if (w < half) top = fmaxf(top, of_row[w * kPart]);
+#pragma unroll
+      for (int w = 0; w < 4; w++) {
+        weights[w] = w < half && top != -kInfinity ? exp2_fast(of_row[w * kPart] - top) : 0;
+        if (w < half) total += weights[w] * of_row[w * kPart + 64];
+      }
+      for (int r = warp; r < kRegisters; r += warps) {
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < 4; w++)
+          if (w < half) sum += weights[w] * merging[w * kPart + r * 32 + lane];
+        take(n, r, sum, top, total);
+      }
+      __syncthreads();
+    }
   }
 
   // Where an accumulator of column n goes; null beyond the item's rows.
-  __device__ __forceinline__ T* output(const Sequence& of, int first_row, int n, int reg, int in_lane) const {
-    const int row = first_row + n * 8 + in_lane % 4 * 2 + (reg & 1);
+  __device__ __forceinline__ T* output(const Sequence& of, int first_row, int n, int reg) const {
+    const int row = first_row + n * 8 + lane % 4 * 2 + (reg & 1);
     if (row >= of.count * group) return nullptr;
     return static_cast<T*>(call.output) +
            (static_cast<int64_t>(of.first + row / group) * call.heads + head * group + row % group) * kHeadDim +
-           reg / 4 * 16 + in_lane / 4 + (reg & 2) * 4;
+           reg / 4 * 16 + lane / 4 + (reg & 2) * 4;
   }
 
   // Joins what several CTAs left in scratch. `part(i)` is the i-th CTA's.
   template <typename Part>
   __device__ __forceinline__ void join(const Sequence& of, int first_row, int parts, Part part) const {
-    constexpr int kRegisters = Layout::kRegisters;
     __shared__ float totals[kRows];
     float* weights = merging;  // [parts][kRows]
     for (int row = warp; row < kRows; row += warps) {
-      const int at = row / 8 * Layout::kPart + (kRegisters + (row & 1)) * 32 + row % 8 / 2;  // l: two registers on
+      const int at = row / 8 * kPart + (kRegisters + row % 2) * 32 + row % 8 / 2;  // of m; l is two registers on
       float top = -kInfinity, total = 0;
-      for (int i = lane; i < parts; i += 32) top = fmaxf(top, __ldcg(part(i) + at));
-      for (int x = 1; x < 32; x *= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, x));
       for (int i = lane; i < parts; i += 32) {
-        const float weight = top == -kInfinity ? 0 : exp2_fast(__ldcg(part(i) + at) - top);
-        weights[i * kRows + row] = weight;
-        total += weight * __ldcg(part(i) + at + 64);
+        const float m = __ldcg(part(i) + at), l = __ldcg(part(i) + at + 64), higher = fmaxf(top, m);
+        weights[i * kRows + row] = m;
+        if (higher == -kInfinity) continue;
+        total = total * exp2_fast(top - higher) + l * exp2_fast(m - higher);
+        top = higher;
       }
+      float most = top;
+      for (int x = 1; x < 32; x *= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, x));
+      total *= most == -kInfinity ? 0 : exp2_fast(top - most);
       for (int x = 1; x < 32; x *= 2) total += __shfl_xor_sync(kAll, total, x);
+      for (int i = lane; i < parts; i += 32)
+        weights[i * kRows + row] = most == -kInfinity ? 0 : exp2_fast(weights[i * kRows + row] - most);
       if (lane == 0) totals[row] = total;
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < kColumns * kRegisters * 32; e += blockDim.x) {
-      const int n = e / (kRegisters * 32), reg = e / 32 % kRegisters;
-      T* to = output(of, first_row, n, reg, lane);
-      if (!to) continue;
-      const int row = n * 8 + lane % 4 * 2 + (reg & 1), at = n * Layout::kPart + reg * 32 + lane;
-      float sum = 0;
+#pragma unroll
+    for (int n = 0; n < kColumns; n++) {
+      const int row = n * 8 + lane % 4 * 2 + warp % 2;
+      if (first_row + row >= of.count * group) continue;
+      for (int r = warp; r < kRegisters; r += 4 * warps) {
+        float sums[4] = {};
 #pragma unroll 8
-      for (int i = 0; i < parts; i++) sum += weights[i * kRows + row] * __ldcg(part(i) + at);
-      *to = Numbers<T>::from(sum / totals[row]);
+        for (int i = 0; i < parts; i++) {
+          const float weight = weights[i * kRows + row];
+          const float* from = part(i) + n * kPart + lane;
+#pragma unroll
+          for (int j = 0; j < 4; j++)
+            if (r + j * warps < kRegisters) sums[j] += weight * __ldcg(from + (r + j * warps) * 32);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+          if (r + j * warps < kRegisters) *output(of, first_row, n, r + j * warps) = Numbers<T>::from(sums[j] / totals[row]);
+      }
     }
     __syncthreads();
   }
@@ -402,14 +451,12 @@ __global__ void __launch_bounds__(256, 1)
   for (int i = 0; i < stages - 1; i++) fetch_next();
 
   uint32_t q[kColumns][kHeadDim / 16][2];
+  uint4 held[Decoder<T, kHeadDim, kColumns>::kHeld];
   DecodeResult<T, kHeadDim, kColumns> result;
-  bool fresh = true;
+  decoder.load_query(cursor.of, cursor.row, held);
+  decoder.share_query(held, q);
+  result.clear();
   for (int at = from, stage = 0, item_from = from; at < to; at++) {
-    if (fresh) {
-      decoder.load_query(cursor.of, cursor.row, q);
-      result.clear();
-      item_from = at;
-    }
     if (stages == 2) wait_copies<0>();
     else if (stages == 3) wait_copies<1>();
     else wait_copies<2>();
@@ -418,28 +465,31 @@ __global__ void __launch_bounds__(256, 1)
     __syncwarp();
     fetch_next();
     stage = stage + 1 == stages ? 0 : stage + 1;
-    const bool last = cursor.round + 1 == cursor.rounds;
-    fresh = last || at + 1 == to;
-    if (!fresh) {
+    const bool last = cursor.round + 1 == cursor.rounds, more = at + 1 < to;
+    if (!last && more) {
       cursor.round++;
       continue;
     }
-    decoder.merge_warps(result);
     const Sequence of = cursor.of;
     const int row = cursor.row, start = cursor.item_start(), end = start + cursor.rounds;
     const bool begins_here = item_from == start;
+    if (more) {
+      cursor.next();
+      decoder.load_query(cursor.of, cursor.row, held);
+    }
     if (begins_here && last) {
-      if (warp == 0) {
-#pragma unroll
-        for (int n = 0; n < kColumns; n++)
-          result.store(n, [&](int reg, float x) {
-            if (reg >= Layout::kRegisters) return;
-            T* p = decoder.output(of, row, n, reg, lane);
-            if (p) *p = Numbers<T>::from(x / result.l[n][reg & 1]);
-          });
-      }
+      decoder.merge_warps(result, [&](int n, int reg, float x, float, float total) {
+        T* p = decoder.output(of, row, n, reg);
+        if (p) *p = Numbers<T>::from(x / total);
+      });
     } else {
       __shared__ int finished;
+      float* part = part_of(mine, begins_here) + lane;
+      decoder.merge_warps(result, [&](int n, int reg, float x, float top, float total) {
+        float* column = part + n * Layout::kPart;
+        __stcg(column + reg * 32, x);
+        if (reg < 2) __stcg(column + (Layout::kRegisters + reg) * 32, top), __stcg(column + (Layout::kRegisters + 2 + reg) * 32, total);
+      });
       auto range_of = [&](int round) {
         int range = static_cast<int>(static_cast<int64_t>(round) * ranges / total);
         while (begin_of(range) > round) range--;
@@ -447,26 +497,23 @@ __global__ void __launch_bounds__(256, 1)
         return range;
       };
       const int first = range_of(start), count = range_of(end - 1) - first + 1;
-      if (warp == 0) {
-        float* part = part_of(mine, begins_here) + lane;
-#pragma unroll
-        for (int n = 0; n < kColumns; n++)
-          result.store(n, [&](int reg, float x) { __stcg(part + n * Layout::kPart + reg * 32, x); });
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        // The range that an item begins in has no other that goes on beyond it, so it names the counter.
+        int* counter = counters + first * call.kv_heads + decoder.head;
+        finished = atomicAdd(counter, 1) == count - 1;
+        if (finished) *counter = 0;
         __threadfence();
-        __syncwarp();
-        if (lane == 0) {
-          // The range that an item begins in has no other that goes on beyond it, so it names the counter.
-          int* counter = counters + first * call.kv_heads + decoder.head;
-          finished = atomicAdd(counter, 1) == count - 1;
-          if (finished) *counter = 0;
-          __threadfence();
-        }
       }
       __syncthreads();
-      if (finished)
-        decoder.join(of, row, count, [&](int i) { return part_of(first + i, i == 0); });
+      if (finished) decoder.join(of, row, count, [&](int i) { return part_of(first + i, i == 0); });
     }
-    if (at + 1 < to) cursor.next();
+    if (more) {
+      decoder.share_query(held, q);
+      result.clear();
+      item_from = at + 1;
+    }
   }
   wait_copies<0>();
 }

@@ -85,6 +85,10 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int by
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t to, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int kPending>
@@ -168,6 +172,31 @@ __device__ __forceinline__ uint32_t rotated_pair(const PagedAttention& call, con
   if (call.rotary_half == 0) return __ldg(reinterpret_cast<const uint32_t*>(head) + dim / 2);
   const float2 x = rotated(call, head, dim, position);
   return Numbers<T>::pack(x.x, x.y);
+}
+
+// Eight of them (dim a multiple of 8), rounded; with wide loads where the halves allow it.
+template <typename T>
+__device__ __forceinline__ uint4 rotated_vector(const PagedAttention& call, const T* head, int dim, int position) {
+  const int half = call.rotary_half;
+  const uint4 x = __ldg(reinterpret_cast<const uint4*>(head + dim));
+  if (dim >= 2 * half) return x;
+  if (call.interleaved || half % 8 != 0)
+    return {rotated_pair(call, head, dim, position), rotated_pair(call, head, dim + 2, position),
+            rotated_pair(call, head, dim + 4, position), rotated_pair(call, head, dim + 6, position)};
+  const bool upper = dim >= half;
+  const int at = upper ? dim - half : dim;
+  const uint4 y = __ldg(reinterpret_cast<const uint4*>(head + (upper ? dim - half : dim + half)));
+  const size_t row = static_cast<size_t>(min(position, call.positions - 1)) * half + at;
+  const float4* cos = reinterpret_cast<const float4*>(call.cos + row);
+  const float4* sin = reinterpret_cast<const float4*>(call.sin + row);
+  const float4 c[2] = {__ldg(cos), __ldg(cos + 1)}, s[2] = {__ldg(sin), __ldg(sin + 1)};
+  const float sign = upper ? 1.0f : -1.0f;
+  auto turn = [&](uint32_t own, uint32_t other, float c0, float c1, float s0, float s1) {
+    const float2 a = Numbers<T>::unpack(own), b = Numbers<T>::unpack(other);
+    return Numbers<T>::pack(a.x * c0 + sign * (b.x * s0), a.y * c1 + sign * (b.y * s1));
+  };
+  return {turn(x.x, y.x, c[0].x, c[0].y, s[0].x, s[0].y), turn(x.y, y.y, c[0].z, c[0].w, s[0].z, s[0].w),
+          turn(x.z, y.z, c[1].x, c[1].y, s[1].x, s[1].y), turn(x.w, y.w, c[1].z, c[1].w, s[1].z, s[1].w)};
 }
 
 // Number of the block that holds a position.

@@ -79,13 +79,14 @@ struct HopperRows {
   }
 
   __device__ __forceinline__ void load_queries() const {
-    for (int i = threadIdx.x % 128; i < 64 * kHeadDim / 2; i += 128) {
-      const int row = i / (kHeadDim / 2), dim = i % (kHeadDim / 2) * 2;
+    constexpr int kVectors = kHeadDim / 8;
+#pragma unroll 4
+    for (int i = threadIdx.x % 128; i < 64 * kVectors; i += 128) {
+      const int row = i / kVectors, dim = i % kVectors * 8;
       const int in_tile = warpgroup * 64 + row, token = work.token_of(in_tile);
       const T* from = static_cast<const T*>(work.call.query) + (work.tile.of.first + token) * work.call.query_stride +
                       (work.head * work.group + (work.tile.row + in_tile) % work.group) * kHeadDim;
-      const uint32_t pair = rotated_pair(work.call, from, dim, work.tile.of.past + token);
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(query_address(row, dim)), "r"(pair) : "memory");
+      store_shared(query_address(row, dim), rotated_vector(work.call, from, dim, work.tile.of.past + token));
     }
     publish_stores();
     sync_threads<128>(1 + warpgroup);
@@ -187,8 +188,7 @@ struct HopperRows {
     const uint32_t values = work.values + stage * Layout::kTileBytes;
     for (int i = threadIdx.x - 128; i < rows * Layout::kChunks * 8; i += 256) {
       const int row = seen + i / 8 % rows, chunk = i / 8 / rows;
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values + (chunk * kKeys + row) * 128 + i % 8 * 16), "r"(0)
-                   : "memory");
+      store_shared(values + (chunk * kKeys + row) * 128 + i % 8 * 16, {});
     }
     publish_stores();
     sync_threads<256>(3);

@@ -31,12 +31,12 @@ struct Prefiller {
   __device__ __forceinline__ int token_of(int row) const { return min((tile.row + row) / group, tile.of.count - 1); }
 
   __device__ __forceinline__ void load_queries() const {
-    for (int i = threadIdx.x; i < Layout::kRows * kHeadDim / 2; i += Layout::kThreads) {
-      const int row = i / (kHeadDim / 2), dim = i % (kHeadDim / 2) * 2, token = token_of(row);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < Layout::kRows * kVectors; i += Layout::kThreads) {
+      const int row = i / kVectors, dim = i % kVectors * 8, token = token_of(row);
       const T* from = static_cast<const T*>(call.query) + (tile.of.first + token) * call.query_stride +
                       (head * group + (tile.row + row) % group) * kHeadDim;
-      const uint32_t pair = rotated_pair(call, from, dim, tile.of.past + token);
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(queries + row * kRow + dim * 2), "r"(pair) : "memory");
+      store_shared(queries + row * kRow + dim * 2, rotated_vector(call, from, dim, tile.of.past + token));
     }
   }
 

@@ -40,18 +40,9 @@ __global__ void __launch_bounds__(kWriteThreads) write_kernel(const __grid_const
   const T* from = static_cast<const T*>(is_value ? call.value : call.key) +
                   token * (is_value ? call.value_stride : call.key_stride) + vector * 8;
   T* to = static_cast<T*>(is_value ? call.value_cache : call.key_cache) + static_cast<int64_t>(slot) * size + vector * 8;
-  uint4 data;
   const int dim = vector * 8 % call.head_dim;
-  if (is_value || dim >= 2 * call.rotary_half) {
-    data = __ldg(reinterpret_cast<const uint4*>(from));
-  } else {
-    const T* head = from - dim;
-    const int position = of.past + token - of.first;
-    data.x = rotated_pair(call, head, dim, position);
-    data.y = rotated_pair(call, head, dim + 2, position);
-    data.z = rotated_pair(call, head, dim + 4, position);
-    data.w = rotated_pair(call, head, dim + 6, position);
-  }
+  const uint4 data = is_value ? __ldg(reinterpret_cast<const uint4*>(from))
+                              : rotated_vector(call, from - dim, dim, of.past + token - of.first);
   *reinterpret_cast<uint4*>(to) = data;
 }
 
