@@ -113,7 +113,7 @@ class _Rows:
 
 
 def _judged(subject: PlainSubject, sample: Sample, data: PlainData, number: int) -> NDArray:
-    """The judged output, [rows, values], float64; of hidden states [rows, tokens, width] the masked mean. Maps are flat."""
+    """The judged output, [rows, values], float64; of hidden states [rows, tokens, width] the masked mean; maps flat."""
     outputs = subject.infer(sample.feeds)
     name = next(iter(outputs)) if data.output is None else data.output
     if name not in outputs:

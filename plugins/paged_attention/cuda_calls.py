@@ -14,8 +14,8 @@ from plugins.paged_attention.reference import Attributes
 if TYPE_CHECKING:
     import torch
 
-DECODE_ROWS = 32
-"""kDecodeRows of cuda_attention.h."""
+MEASURED = -1
+"""kMeasured of cuda_attention.h."""
 
 
 class _PagedAttention(ctypes.Structure):
@@ -37,7 +37,7 @@ class _PagedAttention(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Operands:
-    """The operator's inputs as tensors on the device, named and shaped as in `schema.INPUTS`; 16-bit, all of one type."""
+    """Inputs on the device, named and shaped as in `schema.INPUTS`; 16-bit, all of one type."""
 
     query: "torch.Tensor"
     key: "torch.Tensor | None"
@@ -69,9 +69,9 @@ class CudaAttention:
         operands: Operands,
         attributes: Attributes,
         output: "torch.Tensor",
-        decode_rows: int = DECODE_ROWS,
+        decode_rows: int = MEASURED,
     ) -> None:
-        """Writes `output` and the caches. Sequences with at most `decode_rows` query rows a KV head are decoded."""
+        """Writes output and caches. Sequences of up to `decode_rows` query rows a KV head take the decode path."""
         import torch
 
         call = self._call(operands, attributes, output, decode_rows)
@@ -96,7 +96,9 @@ class CudaAttention:
             row = stride
         else:
             key, value, row = o.key.data_ptr(), o.value.data_ptr(), kv_heads * head_dim
-        cos, sin = (0, 0) if o.cos_cache is None or o.sin_cache is None else (o.cos_cache.data_ptr(), o.sin_cache.data_ptr())
+        cos, sin = (
+            (0, 0) if o.cos_cache is None or o.sin_cache is None else (o.cos_cache.data_ptr(), o.sin_cache.data_ptr())
+        )
         positions, half = (0, 0) if o.cos_cache is None else o.cos_cache.shape
         return _PagedAttention(
             *(query, key, value, output.data_ptr(), o.key_cache.data_ptr(), o.value_cache.data_ptr()),
