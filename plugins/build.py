@@ -6,22 +6,21 @@ version, so an existing file is always the right one. `python -m plugins.build` 
 Knows nothing of what the sources do, except that the kernels are compiled once per instruction set.
 """
 
-import contextlib
-import fcntl
-import hashlib
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from plugins.compiling import ROOT as _ROOT
+from plugins.compiling import cache_folder as cache_folder
+from plugins.compiling import cached_library, content_key
+from plugins.compiling import run_all as _run_all
 from plugins.errors import KilnError
 
-_ROOT = Path(__file__).parent
 _BASIC = ("plain", "avx2", "avx512")
 _KERNELS: dict[str, tuple[str, ...]] = {
     "paged_attention/kernels.cc": (*_BASIC, "avx512bf16"),
@@ -105,27 +104,11 @@ def find_compiler() -> list[str]:
     )
 
 
-def cache_folder() -> Path:
-    """Where compiled libraries are kept: $XDG_CACHE_HOME/kiln, by default ~/.cache/kiln."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG base directory specification says to ignore a relative path.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kiln"
-
-
 def _library(variant: _Variant) -> Path:
     compiler = find_compiler()
-    folder = cache_folder() / "plugins" / _key(variant, compiler)
-    library = folder / variant.file_name
-    if library.exists():
-        return library
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise KilnError(f"cannot create the cache folder {folder}: {error.strerror}; set XDG_CACHE_HOME") from error
-    with _locked(folder / "lock"):
-        if not library.exists():  # another process may have built it meanwhile
-            _compile(variant, compiler, library)
-    return library
+    return cached_library(
+        _key(variant, compiler), variant.file_name, lambda library: _compile(variant, compiler, library)
+    )
 
 
 def _isas() -> dict[str, tuple[str, ...]]:
@@ -134,14 +117,8 @@ def _isas() -> dict[str, tuple[str, ...]]:
 
 def _key(variant: _Variant, compiler: list[str]) -> str:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False)
-    digest = hashlib.sha256()
     facts = (compiler[1:], version.stdout, platform.machine(), variant, sorted(_isas().items()), _KERNELS)
-    digest.update(repr(facts).encode())
-    for source in sorted(path for path in _ROOT.rglob("*") if _is_ours(path)):
-        content = source.read_bytes()
-        digest.update(f"{source.relative_to(_ROOT).as_posix()} {len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()[:32]
+    return content_key(facts, _ROOT, (path for path in _ROOT.rglob("*") if _is_ours(path)))
 
 
 def _is_ours(path: Path) -> bool:
@@ -169,35 +146,6 @@ def _compile(variant: _Variant, compiler: list[str], library: Path) -> None:
         linked = folder / library.name
         _run_all([[*compiler, *objects, *variant.link_flags, "-o", str(linked)]])
         linked.replace(library)
-
-
-def _run_all(commands: list[list[str]]) -> None:
-    """Runs compiler commands side by side; the first that fails becomes a `KilnError` with its last lines."""
-    running: list[tuple[list[str], subprocess.Popen[str]]] = []
-    failed: tuple[list[str], str] | None = None
-    waiting = list(commands)
-    while waiting or running:
-        while waiting and len(running) < (os.cpu_count() or 1):
-            command = waiting.pop(0)
-            running.append(
-                (command, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-            )
-        command, process = running.pop(0)
-        output = process.communicate()[0]
-        if process.returncode != 0 and failed is None:
-            failed = (command, output)
-            waiting.clear()
-    if failed:
-        command, output = failed
-        tail = "\n".join(output.strip().splitlines()[-15:])
-        raise KilnError(f"the C++ compiler failed; its last lines are below. Command: {shlex.join(command)}\n{tail}")
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released by the system if the process dies
-        yield
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ using KernelContextGetOutput =
     Function<91, OrtStatus*(OrtKernelContext*, size_t, const int64_t* dims, size_t rank, OrtValue**)>;
 using ReleaseStatus = Function<93, void(OrtStatus*)>;
 using ReleaseTensorTypeAndShapeInfo = Function<99, void(OrtTensorTypeAndShapeInfo*)>;
+using KernelContextGetGpuComputeStream = Function<193, OrtStatus*(const OrtKernelContext*, void** stream)>;
 using KernelContextParallelFor = Function<274, OrtStatus*(const OrtKernelContext*, void (*)(void* user, size_t index),
                                                           size_t total, size_t batches, void* user)>;
 

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "../parallel.h"
+#include "geometry.h"
 
 namespace kiln {
 
@@ -19,7 +20,7 @@ inline size_t cache_itemsize(CacheType type) {
 }
 
 // One call. Caches are [blocks, block_size, kv_heads, head_dim]; they are read and written.
-struct PagedAttention {
+struct PagedAttention : Geometry {
   const float* query;  // [tokens, heads * head_dim], rows query_stride floats apart
   const float* key;    // [tokens, kv_heads * head_dim], rows key_stride floats apart
   const float* value;  // likewise, value_stride
@@ -36,24 +37,6 @@ struct PagedAttention {
   const int32_t* slots;        // [tokens]
   const float* cos;            // [positions, rotary_half]; null without rotation
   const float* sin;
-
-  int64_t query_stride;  // larger than a row where query, key and value are packed side by side
-  int64_t key_stride;
-  int64_t value_stride;
-  int64_t tokens;
-  int64_t seqs;
-  int64_t blocks;
-  int64_t block_size;
-  int64_t max_blocks;
-  int64_t heads;
-  int64_t kv_heads;
-  int64_t head_dim;
-  int64_t positions;    // rows of cos and sin
-  int64_t rotary_half;  // half of the rotated part of a head; 0: no rotation
-  bool interleaved;     // pairs (2i, 2i + 1) instead of (i, i + rotary_half)
-  int64_t window;       // 0: unlimited
-  float scale;          // already resolved, never 0
-  float softcap;        // 0: none
   bool bfloat16;        // prefill multiplies bfloat16 numbers; sums stay FP32
 };
 
