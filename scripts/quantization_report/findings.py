@@ -8,11 +8,11 @@ __all__ = ["Findings", "Verdict", "at_least", "at_most", "gate_in_words"]
 
 
 def at_most(claim: str, value: float, limit: float, form: str = ".2%") -> Verdict:
-    return Verdict(f"{claim} at most {limit:{form}}", f"{value:{form}}", value <= limit)
+    return Verdict(f"{claim} at most {limit:{form}}", f"{value:{form}}", bool(value <= limit))
 
 
 def at_least(claim: str, value: float, limit: float, form: str = ".4f") -> Verdict:
-    return Verdict(f"{claim} at least {limit:{form}}", f"{value:{form}}", value >= limit)
+    return Verdict(f"{claim} at least {limit:{form}}", f"{value:{form}}", bool(value >= limit))
 
 
 def gate_in_words(report: GateReport | None) -> str:

@@ -59,7 +59,8 @@ def ocr(setting: Setting) -> list[Findings]:
     notes = [
         "Rendered text; calibrated on other lines and pages than it is judged on. The files are of opset 11 and 12 and "
         f"were converted to {_OPSET} with onnx.version_converter. Where a network does not read what "
-        "it reads in FP32, the layers that add most noise by the gate's ranking are kept float, until it does."
+        "it reads in FP32, the layers that add most noise by the gate's ranking are kept float, until it "
+        "does; one that never does stays float."
     ]
     return [Findings("pp-ocr", "PP-OCR", columns, rows, verdicts, data, notes)]
 
@@ -88,7 +89,12 @@ def _read(reader: _Reader, setting: Setting) -> tuple[list[tuple[str, ...]], lis
         for name, text in (("float", ""), *((name, "; ".join(v.found for v in verdicts)) for name in made))
     ]
     data = {"verdicts": [verdict.found for verdict in verdicts], "kept": kept}
-    return rows, verdicts, with_times(data, times)
+    reads = all(verdict.holds for verdict in verdicts)
+    if not reads:
+        rows.append(
+            (reader.name, "", "", "", "", "", "", "stays float: as w8a8 it does not find what it finds in FP32")
+        )
+    return rows, verdicts if reads else [], with_times(data, times)
 
 
 def _made(reader: _Reader, maker: Maker, config: QuantizeConfig) -> tuple[dict[str, Made], list[Verdict]]:

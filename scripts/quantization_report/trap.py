@@ -29,25 +29,24 @@ from quantization_report.setting import Setting
 SHORT, BOTH = "short lines", "short and long"
 LIMIT = 0.03
 """Change of perplexity that a check of W8A8 with calibrated ranges allows."""
-_WORDS = 24
-"""Of a short line: at most some 48 tokens."""
+_LINES, _SHORT_LINE = 200, 48
+"""Short lines, and tokens of one."""
 _CONTEXT, _GROWING_SHORT = 2048, 64
 
 
 def on_decoder(decoder: Decoder, setting: Setting) -> Findings:
     """The same documentation, cut into short lines or whole."""
-    words = default_text().split()
-    lines = [" ".join(words[start : start + _WORDS]) for start in range(0, min(len(words), 200 * _WORDS), _WORDS)]
-    files = {SHORT: setting.folder / "lines.txt", BOTH: setting.folder / "whole.txt"}
-    files[SHORT].write_text("\n".join(lines), encoding="utf-8")
+    ids = decoder.maker.tokenizer.encode(default_text())[: _LINES * _SHORT_LINE]
+    lines = [ids[start : start + _SHORT_LINE] for start in range(0, len(ids), _SHORT_LINE)]
+    files = {SHORT: setting.folder / "lines.jsonl", BOTH: setting.folder / "whole.txt"}
+    files[SHORT].write_text("\n".join(json.dumps({"token_ids": line}) for line in lines), encoding="utf-8")
     files[BOTH].write_text(default_text(), encoding="utf-8")
     keep = decoder.made["w8a8"].planned.config.keep if "w8a8" in decoder.made else ()
     rows, data, changes = [], {}, {}
     for name, file in files.items():
-        kind = "lines" if name == SHORT else "text"
         config = QuantizeConfig(
             "w8a8",
-            specs=(f"{kind}:{file}",),
+            specs=(str(file),),
             calibration=CalibrationConfig(override_coverage=True),
             smooth="search",
             search="all",
