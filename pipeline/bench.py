@@ -13,7 +13,8 @@ operations and bytes):
     latency b       max(operations(b) / L_product, weight bytes / L_read)                     s
     throughput b    b / that latency                                                          samples/s
 
-The ratio is how much of the floor is reached: 1 is the limit, 0.5 half of it.
+The ratio is how much of the floor is reached: 1 is the limit, 0.5 half of it. Products of integers can be faster than
+L_product, so that a quantised engine may exceed it where products are the limit.
 """
 
 import json

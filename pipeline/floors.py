@@ -16,10 +16,20 @@ from numpy.typing import NDArray
 
 from passes.onnx_model import DecoderSpec, load_structure
 from plugins.paged_attention.schema import INPUTS, LOGITS, OP_TYPE
+from plugins.quant_matmul.schema import INT8_MATMUL, WEIGHT_MATMUL
 
 if TYPE_CHECKING:
     import onnx
 
+_WEIGHTS: Mapping[str, tuple[int, ...]] = {
+    "MatMul": (1, 0),
+    "Gemm": (1, 0),
+    "MatMulIntegerToFloat": (1,),
+    INT8_MATMUL.op_type: (2,),
+    WEIGHT_MATMUL.op_type: (1,),
+}
+"""Product to the inputs that may be its weight."""
+_PACKED = (INT8_MATMUL.op_type, WEIGHT_MATMUL.op_type)
 _PRODUCTS = {"MatMul", "Gemm"}
 _COUNTED = {*_PRODUCTS, "Conv", "QLinearConv", "MultiHeadAttention"}
 _ROTATIONS = tuple(i for i, spec in enumerate(INPUTS) if spec.name in ("cos_cache", "sin_cache"))
@@ -88,7 +98,7 @@ def decoder_work_from_graph(path: Path, spec: DecoderSpec) -> DecoderWork:
     graph = load_structure(path).graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
     producers = {output: node for node in graph.node for output in node.output}
-    products = [node for node in graph.node if node.op_type in _PRODUCTS]
+    products = [node for node in graph.node if node.op_type in _WEIGHTS]
     names = {id(node): _weight_of(node, producers, weights) for node in products}
     head = _nearest_product(LOGITS, producers)
     used = {name for name in names.values() if name} | _read_whole(graph, weights)
@@ -99,7 +109,7 @@ def decoder_work_from_graph(path: Path, spec: DecoderSpec) -> DecoderWork:
             options = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
             window = options.get("local_window_size", -1)
             layers.append(AttentionLayer(options["num_heads"], next(geometry).head_dim, window if window > 0 else None))
-    sizes = {id(node): math.prod(weights[name].dims) for node in products if (name := names[id(node)])}
+    sizes = {id(node): _products_of(node, weights[name]) for node in products if (name := names[id(node)])}
     head_size = sizes.get(id(head), 0)
     return DecoderWork(
         body_parameters=sum(sizes.values()) - head_size,
@@ -166,7 +176,7 @@ def _weight_of(
     node: "onnx.NodeProto", producers: Mapping[str, "onnx.NodeProto"], weights: Mapping[str, "onnx.TensorProto"]
 ) -> str | None:
     """The weight that a product multiplies with, also through a transposition or a cast."""
-    for name in reversed(node.input[:2]):
+    for name in (node.input[index] for index in _WEIGHTS[node.op_type] if index < len(node.input)):
         while name not in weights and name in producers and producers[name].op_type in _SAME_VALUES:
             name = producers[name].input[0]
         if name in weights:
@@ -174,10 +184,16 @@ def _weight_of(
     return None
 
 
+def _products_of(node: "onnx.NodeProto", weight: "onnx.TensorProto") -> int:
+    """Multiply-adds of one row; of Kiln's packed weights with what fills them up."""
+    bits = next((attribute.i for attribute in node.attribute if attribute.name == "bits"), 8)
+    return math.prod(weight.dims) * 8 // bits if node.op_type in _PACKED else math.prod(weight.dims)
+
+
 def _nearest_product(output: str, producers: Mapping[str, "onnx.NodeProto"]) -> "onnx.NodeProto | None":
     """The first product upstream of an output, along first operands."""
     node = producers.get(output)
-    while node is not None and node.op_type not in _PRODUCTS:
+    while node is not None and node.op_type not in _WEIGHTS:
         node = producers.get(node.input[0]) if node.input else None
     return node
 

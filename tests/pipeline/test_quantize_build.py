@@ -21,6 +21,7 @@ from pipeline.calibration import CalibrationConfig
 from pipeline.calibration.coverage import CoverageLimits
 from pipeline.calibration.data import DataConfig
 from pipeline.config import BuildConfig
+from pipeline.floors import decoder_work_from_graph
 from pipeline.gate.report import GateFailedError
 from pipeline.optimize import OptimizeConfig
 from pipeline.quantize.building import quantised_engine
@@ -120,6 +121,15 @@ def test_a_decoder_is_quantised_by_row(dynamic):
     assert not (dynamic / "float").exists()
     with Engine.open(dynamic) as engine:
         assert len(engine.generate(["the quick brown"])[0].token_ids) > 0
+
+
+def test_floors_count_quantised_products_too(dynamic, llama_bundle):
+    quantised, plain = (
+        decoder_work_from_graph(path / "engine.onnx", open_bundle(path).manifest.decoder)
+        for path in (dynamic, llama_bundle)
+    )
+    assert (quantised.body_parameters, quantised.head_parameters) == (plain.body_parameters, plain.head_parameters)
+    assert plain.weight_bytes / 4 < quantised.weight_bytes < plain.weight_bytes / 2
 
 
 def test_a_plan_can_be_given_and_edited(dynamic, llama_bundle, loose, silent, tmp_path):
