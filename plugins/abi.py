@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import asdict
 
+from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
 from plugins.elementwise.schema import ADD_RMS_NORM, SWIGLU
 from plugins.paged_attention.schema import PAGED_ATTENTION
 from plugins.quant_matmul.schema import (
@@ -18,6 +19,7 @@ from plugins.spec import OperatorSpec
 OPERATORS: tuple[OperatorSpec, ...] = (
     *(PAGED_ATTENTION, ADD_RMS_NORM, SWIGLU),
     *(QUANTIZE_ROWS, ADD_RMS_NORM_QUANTIZE, SWIGLU_QUANTIZE, INT8_MATMUL, WEIGHT_MATMUL),
+    *(LINEAR, LINEAR_SWIGLU),
 )
 
 

@@ -33,9 +33,11 @@ ARCHITECTURES: dict[str, str] = {
 SOURCES = (
     *("paged_attention/cuda_attention.cu", "paged_attention/cuda_decode.cu", "paged_attention/cuda_prefill.cu"),
     *("paged_attention/cuda_hopper.cu", "paged_attention/cuda_ort.cc"),
+    *("dense/cuda.cu", "dense/cuda_hopper.cu", "dense/cuda_portable.cu", "dense/cuda_library.cu", "dense/cuda_ort.cc"),
+    *("elementwise/cuda.cu", "elementwise/cuda_ort.cc"),
     *("cuda_register.cc",),
 )
-ONLY_ON = {"paged_attention/cuda_hopper.cu": ("sm_90",)}
+ONLY_ON = {"paged_attention/cuda_hopper.cu": ("sm_90",), "dense/cuda_hopper.cu": ("sm_90",)}
 """Sources with nothing in them for other architectures."""
 
 _FLAGS = ("-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra", "-lineinfo")

@@ -9,5 +9,7 @@ namespace kiln::ort {
 
 // The operators live as long as the library.
 std::vector<const OrtCustomOp*> cuda_paged_attention_operators();
+std::vector<const OrtCustomOp*> cuda_dense_operators();
+std::vector<const OrtCustomOp*> cuda_elementwise_operators();
 
 }  // namespace kiln::ort

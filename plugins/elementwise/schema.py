@@ -8,6 +8,9 @@ over the last dimension (Zhang and Sennrich, 2019). `sum` may be left out.
 `kiln::SwiGlu`: output = gate * sigmoid(alpha * gate) * up, element by element (Shazeer, 2020). A sigmoid below 2^-127
 counts as 0.
 
+The CUDA library has both for operands of one 16-bit type instead, in float32 inside: `sum` is rounded to that type, and
+the norm is that of the rounded sum.
+
 A row's result, of the last dimension, depends on that row alone, to the bit: not on the batch, nor on the threads.
 """
 

@@ -13,9 +13,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace kiln::cuda {
+#include "../cuda_element.h"
 
-enum class Element { kFloat16, kBfloat16 };
+namespace kiln::cuda {
 
 // All pointers are device pointers, aligned to 16 bytes. Strides count elements and are multiples of 8.
 struct PagedAttention {
@@ -52,6 +52,7 @@ struct PagedAttention {
   float softcap;        // 0: none
   Element element;
   bool interleaved;  // pairs (2i, 2i + 1) instead of (i, i + rotary_half)
+  bool portable;     // only instructions that all architectures have: so one device can test what others run
 };
 
 // For `decode_rows`: the crossover measured on an H200. With few sequences the prefill path leaves most of the chip idle.

@@ -18,11 +18,13 @@ def test_operators_of_all_folders() -> None:
         (DOMAIN, "SwiGluQuantize"),
         (DOMAIN, "Int8MatMul"),
         (DOMAIN, "WeightMatMul"),
+        (DOMAIN, "Linear"),
+        (DOMAIN, "LinearSwiGlu"),
     ]
     assert abi.abi_hash() == abi.abi_hash()
 
 
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", range(10))
 def test_any_change_of_any_operator_is_another_abi(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     operator = abi.OPERATORS[index]
     changes = [

@@ -1,0 +1,125 @@
+// The product by cuBLAS. A bias is spread over y beforehand and the product added to it, in float32 and rounded once;
+// SwiGLU is a kernel of its own. The few functions of cuBLAS are declared here, as its headers may not be there.
+#include "cuda_library.h"
+
+#include <dlfcn.h>
+
+#include "../cuda_launch.cuh"
+#include "../cuda_numbers.cuh"
+#include "../elementwise/cuda.h"
+
+namespace kiln::cuda {
+namespace {
+
+// Values of cublas_api.h and library_types.h, which never change.
+constexpr int kSuccess = 0, kKeep = 0, kTranspose = 1, kHalfData = 2, kBfloat16Data = 14, kFloatSums = 68;
+constexpr int kAnyAlgorithm = -1, kNoReducedPrecision = 16;  // sums of parts stay in float32
+constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // what NVIDIA recommends for Hopper
+
+struct Cublas {
+  int (*create)(void** handle) = nullptr;
+  int (*destroy)(void* handle) = nullptr;
+  int (*set_stream)(void* handle, cudaStream_t stream) = nullptr;
+  int (*set_workspace)(void* handle, void* memory, size_t bytes) = nullptr;
+  int (*set_math_mode)(void* handle, int mode) = nullptr;
+  int (*multiply)(void* handle, int transpose_a, int transpose_b, int m, int n, int k, const void* alpha, const void* a,
+                  int a_type, int lda, const void* b, int b_type, int ldb, const void* beta, void* c, int c_type,
+                  int ldc, int compute, int algorithm) = nullptr;
+
+  Cublas() {
+    void* library = nullptr;
+    for (const char* name : {"libcublas.so.13", "libcublas.so.12"})  // first one that is already in the process
+      if (!library) library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
+    for (const char* name : {"libcublas.so.13", "libcublas.so.12"})
+      if (!library) library = dlopen(name, RTLD_LAZY);
+    if (!library) return;
+    find(library, "cublasCreate_v2", &create);
+    find(library, "cublasDestroy_v2", &destroy);
+    find(library, "cublasSetStream_v2", &set_stream);
+    find(library, "cublasSetWorkspace_v2", &set_workspace);
+    find(library, "cublasSetMathMode", &set_math_mode);
+    find(library, "cublasGemmEx", &multiply);
+  }
+
+  bool complete() const {
+    return create && destroy && set_stream && set_workspace && set_math_mode && multiply;
+  }
+
+ private:
+  template <typename Function>
+  static void find(void* library, const char* name, Function* function) {
+    *function = reinterpret_cast<Function>(dlsym(library, name));
+  }
+};
+
+const Cublas& cublas() {
+  static const Cublas functions;
+  return functions;
+}
+
+constexpr int kThreads = 256;
+
+__global__ void __launch_bounds__(kThreads) spread_bias(const uint16_t* bias, uint16_t* y, int64_t width) {
+  let_next_start();
+  wait_for_previous();
+  const int64_t column = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
+  if (column < width) y[blockIdx.x * width + column] = bias[column];
+}
+
+}  // namespace
+
+LinearLibrary::LinearLibrary(const char** error) {
+  *error = nullptr;
+  if (!cublas().complete()) {
+    *error = "cuBLAS is not there: expected libcublas.so.13 or .12 on the library path";
+  } else if (cublas().create(&handle_) != kSuccess) {
+    *error = "cuBLAS cannot be started on this device";
+  } else if (cudaMalloc(&workspace_, kWorkspaceBytes) != cudaSuccess) {
+    *error = "no device memory for cuBLAS's workspace of 32 MiB";
+  } else if (cublas().set_math_mode(handle_, kNoReducedPrecision) != kSuccess) {
+    *error = "cuBLAS refuses float32 sums";
+  }
+}
+
+LinearLibrary::~LinearLibrary() {
+  if (handle_) cublas().destroy(handle_);
+  if (workspace_) cudaFree(workspace_);
+}
+
+const char* LinearLibrary::run(const Linear& call, void* packed, cudaStream_t stream) const {
+  const int64_t width = call.swiglu ? 2 * call.width : call.width;
+  if (call.rows == 0 || width == 0) return nullptr;
+  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
+  if (call.rows > kMost || width > kMost || call.depth > kMost) return "a dimension is larger than cuBLAS takes";
+  void* product = call.swiglu ? packed : call.y;
+  if (call.bias) {
+    const dim3 grid(static_cast<unsigned>(call.rows), static_cast<unsigned>((width + kThreads - 1) / kThreads));
+    const auto bias = static_cast<const uint16_t*>(call.bias);
+    const cudaError_t error =
+        launch(spread_bias, grid, dim3(kThreads), 0, stream, bias, static_cast<uint16_t*>(product), width);
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+  }
+  // To cuBLAS, whose matrices are stored by columns: product^T [width, rows] = weight [width, depth] x^T.
+  const float alpha = 1.0f, beta = call.bias ? 1.0f : 0.0f;
+  const int type = call.element == Element::kFloat16 ? kHalfData : kBfloat16Data, depth = static_cast<int>(call.depth);
+  const int wide = static_cast<int>(width);
+  if (cublas().set_stream(handle_, stream) != kSuccess ||
+      cublas().set_workspace(handle_, workspace_, kWorkspaceBytes) != kSuccess ||
+      cublas().multiply(handle_, kTranspose, kKeep, wide, static_cast<int>(call.rows), depth, &alpha, call.weight, type,
+                        depth, call.x, type, depth, &beta, product, type, wide, kFloatSums, kAnyAlgorithm) != kSuccess)
+    return "cuBLAS cannot do this product";
+  if (!call.swiglu) return nullptr;
+  SwiGlu gated = {};
+  gated.gate = packed;
+  gated.up = static_cast<const uint16_t*>(packed) + call.width;
+  gated.output = call.y;
+  gated.rows = call.rows;
+  gated.width = call.width;
+  gated.stride = width;
+  gated.alpha = 1.0f;
+  gated.element = call.element;
+  const cudaError_t error = kiln::cuda::run(gated, stream);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace kiln::cuda

@@ -1,0 +1,41 @@
+"""Names, shapes and attributes of the products with 16-bit weights, for CUDA.
+
+Single source of truth: the passes that make them and the kernels' bindings take their names from here.
+
+A weight is stored as torch's Linear has it, [width, depth]: one output's values of depth lie side by side. (ONNX's
+MatMul has it the other way round; a pass that makes these operators transposes it, once.) Operands have one 16-bit
+type, sums are float32 and rounded once.
+
+    kiln::Linear         y = x weight^T + bias
+    kiln::LinearSwiGlu   y = gate * sigmoid(gate) * up, with gate and up the first and the second half of the outputs of
+                         such a product; they are not rounded in between
+
+The depth is a multiple of 8, and so is LinearSwiGlu's width. Up to `kernel_rows` rows (0 to 32) take Kiln's kernels,
+more take cuBLAS; which pays is measured for each SKU. With the kernels a row's result depends on that row alone, to the
+bit: not on the others nor on their number. With cuBLAS, LinearSwiGlu does round its two halves.
+"""
+
+from plugins.spec import OperatorSpec, TensorSpec
+
+_HALF = ("float16", "bfloat16")
+
+LINEAR = OperatorSpec(
+    "Linear",
+    inputs=(
+        TensorSpec("x", ("...", "depth"), _HALF),
+        TensorSpec("weight", ("width", "depth"), _HALF),
+        TensorSpec("bias", ("width",), _HALF, optional=True),
+    ),
+    outputs=(TensorSpec("y", ("...", "width"), _HALF),),
+    attributes={"kernel_rows": 32},
+)
+LINEAR_SWIGLU = OperatorSpec(
+    "LinearSwiGlu",
+    inputs=(
+        TensorSpec("x", ("...", "depth"), _HALF),
+        TensorSpec("weight", ("2 * width", "depth"), _HALF),
+        TensorSpec("bias", ("2 * width",), _HALF, optional=True),
+    ),
+    outputs=(TensorSpec("y", ("...", "width"), _HALF),),
+    attributes={"kernel_rows": 32},
+)

@@ -1,0 +1,250 @@
+"""Times a decode step of a Llama-8B shape, made of Kiln's CUDA kernels alone, in one CUDA graph on random weights.
+
+    python scripts/bench_cuda_step.py [--library PATH] [--batches 1,8,32,64,128] [--context 512]
+
+Beside Kiln's products, used up to as many rows as they take and cuBLAS's beyond, stands the same step with cuBLAS's
+products at all batches; both also without attention. The floor is the time to read all weights, with attention the
+cache too, at the bandwidth that reading a large tensor reaches here. Prints one table, one of the token-wise operators,
+and one JSON line.
+
+Knows nothing of ONNX Runtime: what a backend adds to these times is measured by scripts/bench_gpu.py.
+"""
+
+import argparse
+import ctypes
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from plugins.cuda_build import cuda_library
+from plugins.dense.cuda_calls import ROWS, CudaLinear
+from plugins.elementwise.cuda_calls import CudaElementwise
+from plugins.paged_attention.cuda_calls import CudaAttention, Operands
+from plugins.paged_attention.reference import Attributes
+
+BLOCK = 16
+"""Tokens of a block of the cache."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a decoder; Llama 3.1 8B's by default."""
+
+    layers: int = 32
+    hidden: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    intermediate: int = 14336
+    vocabulary: int = 128256
+
+    @property
+    def attention(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def qkv(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a step reads; it needs single rows of the embedding."""
+        layer = self.hidden * (self.qkv + self.attention + 3 * self.intermediate)
+        return 2 * (self.layers * layer + self.hidden * self.vocabulary)
+
+    def cache_bytes(self, tokens: int) -> int:
+        return 4 * self.layers * tokens * self.kv_heads * self.head_dim
+
+
+def random(*size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_()
+
+
+def weight(width: int, depth: int) -> torch.Tensor:
+    return random(width, depth).mul_(depth**-0.5)
+
+
+class Model:
+    """Random weights on the device, and the kernels of a library."""
+
+    def __init__(self, shape: Shape, library: ctypes.CDLL):
+        self.shape = shape
+        self.products, self.elementwise = CudaLinear(library), CudaElementwise(library)
+        self.attention = CudaAttention(library)
+        hidden, inner = shape.hidden, shape.intermediate
+        self.layers = [
+            {
+                "qkv": weight(shape.qkv, hidden),
+                "o": weight(hidden, shape.attention),
+                "gate_up": weight(2 * inner, hidden),
+                "down": weight(hidden, inner),
+            }
+            for _ in range(shape.layers)
+        ]
+        self.norm = torch.ones(hidden, dtype=torch.bfloat16, device="cuda")
+        self.head = weight(shape.vocabulary, hidden)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.products.linear(x, weight) if len(x) <= ROWS else torch.nn.functional.linear(x, weight)
+
+    def linear_swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.products.linear_swiglu(x, weight) if len(x) <= ROWS else self.library_swiglu(x, weight)
+
+    def library_swiglu(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.elementwise.swiglu(torch.nn.functional.linear(x, weight))
+
+
+class Cache:
+    """Shuffled blocks of `context` tokens for each of `batch` sequences, the last of which the step writes."""
+
+    def __init__(self, shape: Shape, batch: int, context: int):
+        width = -(-context // BLOCK)
+        size = (batch * width, BLOCK, shape.kv_heads, shape.head_dim)
+        self.layers = [(random(*size), random(*size)) for _ in range(shape.layers)]
+        self.table = torch.randperm(batch * width, device="cuda", dtype=torch.int32).view(batch, width)
+        self.past = torch.full((batch,), context - 1, dtype=torch.int32, device="cuda")
+        self.cumulative = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+        last = context - 1
+        self.slots = (self.table[:, last // BLOCK] * BLOCK + last % BLOCK).contiguous()
+        angles = torch.rand(context, shape.head_dim // 2, device="cuda")
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.attributes = Attributes(shape.heads, shape.kv_heads, do_rotary=1)
+
+    def attend(self, attention: CudaAttention, layer: int, qkv: torch.Tensor, width: int) -> torch.Tensor:
+        out = qkv.new_empty(len(qkv), width)
+        caches = self.layers[layer]
+        operands = Operands(
+            *(qkv, None, None, *caches, self.cumulative, self.past, self.table, self.slots, self.cos, self.sin)
+        )
+        attention(operands, self.attributes, out)
+        return out
+
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def step(model: Model, cache: Cache | None, x: torch.Tensor, product: Product, gated: Product) -> torch.Tensor:
+    """Logits of one decode step of the rows x; without a cache, attention gives its queries."""
+    shape, residual = model.shape, torch.zeros_like(x)
+
+    def normalized(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, total = model.elementwise.add_rms_norm(x, residual, model.norm)
+        return out, x if total is None else total
+
+    for number, layer in enumerate(model.layers):
+        hidden, residual = normalized(x, residual)
+        qkv = product(hidden, layer["qkv"])
+        if cache is None:
+            attended = qkv[:, : shape.attention].contiguous()
+        else:
+            attended = cache.attend(model.attention, number, qkv, shape.attention)
+        hidden, residual = normalized(product(attended, layer["o"]), residual)
+        x = product(gated(hidden, layer["gate_up"]), layer["down"])
+    return product(normalized(x, residual)[0], model.head)
+
+
+def milliseconds(run: Callable[[], Any], repetitions: int = 15) -> float:
+    """Median time of a CUDA graph of `run`."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(repetitions + 3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+def read_bandwidth() -> float:
+    """Bytes a second of reading 2 GiB once."""
+    data = torch.ones(1 << 29, dtype=torch.float32, device="cuda")
+    return data.numel() * 4 / (milliseconds(lambda: torch.sum(data)) * 1e-3)
+
+
+def measure_step(model: Model, batch: int, context: int, bandwidth: float) -> dict[str, float]:
+    x, cache = random(batch, model.shape.hidden), Cache(model.shape, batch, context)
+    kiln: tuple[Product, Product] = (model.linear, model.linear_swiglu)
+    cublas: tuple[Product, Product] = (torch.nn.functional.linear, model.library_swiglu)
+    weights = model.shape.weight_bytes
+    return {
+        "batch": batch,
+        "kiln_ms": milliseconds(lambda: step(model, cache, x, *kiln)),
+        "cublas_ms": milliseconds(lambda: step(model, cache, x, *cublas)),
+        "floor_ms": (weights + model.shape.cache_bytes(batch * context)) / bandwidth * 1e3,
+        "kiln_without_attention_ms": milliseconds(lambda: step(model, None, x, *kiln)),
+        "cublas_without_attention_ms": milliseconds(lambda: step(model, None, x, *cublas)),
+        "floor_without_attention_ms": weights / bandwidth * 1e3,
+    }
+
+
+def measure_elementwise(model: Model, batch: int, launches: int = 50) -> dict[str, float]:
+    """Microseconds of one call, of many in a row in a graph."""
+    shape, elementwise = model.shape, model.elementwise
+    x, skip, packed = random(batch, shape.hidden), random(batch, shape.hidden), random(batch, 2 * shape.intermediate)
+
+    def microseconds(run: Callable[[], Any]) -> float:
+        return milliseconds(lambda: [run() for _ in range(launches)]) / launches * 1e3
+
+    def torch_norm() -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x + skip, (shape.hidden,), model.norm, 1e-5)
+
+    def torch_swiglu() -> torch.Tensor:
+        gate, up = packed.chunk(2, 1)
+        return torch.nn.functional.silu(gate) * up
+
+    return {
+        "batch": batch,
+        "add_rms_norm_us": microseconds(lambda: elementwise.add_rms_norm(x, skip, model.norm)),
+        "torch_add_rms_norm_us": microseconds(torch_norm),
+        "swiglu_us": microseconds(lambda: elementwise.swiglu(packed)),
+        "torch_swiglu_us": microseconds(torch_swiglu),
+    }
+
+
+def print_steps(steps: list[dict[str, float]]) -> None:
+    columns = ("kiln", "cublas", "kiln_without_attention", "cublas_without_attention")
+    print("batch   " + "   ".join(f"{name.replace('_', ' '):>24}" for name in columns))
+    for row in steps:
+        cells = []
+        for name in columns:
+            floor = row["floor_without_attention_ms" if "without" in name else "floor_ms"]
+            cells.append(f"{row[f'{name}_ms']:17.3f} ({row[f'{name}_ms'] / floor:4.2f})")
+        print(f"{row['batch']:5}   {'   '.join(cells)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--library", help="the compiled CUDA library; built for this device if left out")
+    parser.add_argument("--batches", default="1,8,32,64,128")
+    parser.add_argument("--context", type=int, default=512)
+    options = parser.parse_args()
+    major, minor = torch.cuda.get_device_capability()
+    model = Model(Shape(), ctypes.CDLL(options.library or str(cuda_library([f"sm_{major}{minor}"]))))
+    batches, bandwidth = [int(batch) for batch in options.batches.split(",")], read_bandwidth()
+    steps = [measure_step(model, batch, options.context, bandwidth) for batch in batches]
+    elementwise = [measure_elementwise(model, batch) for batch in batches]
+    print(
+        f"ms a step at context {options.context}, in brackets over the floor of reading at {bandwidth / 1e12:.2f} TB/s"
+    )
+    print_steps(steps)
+    for row in elementwise:
+        print("us a call  " + "   ".join(f"{name.removesuffix('_us')} {value:.4g}" for name, value in row.items()))
+    print(json.dumps({"bandwidth": bandwidth, "context": options.context, "steps": steps, "elementwise": elementwise}))
+
+
+if __name__ == "__main__":
+    main()
