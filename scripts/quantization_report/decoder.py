@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from passes.graph import graph_from_path
 from passes.quantization.layers import layers_of
@@ -35,12 +36,12 @@ class Variant:
 VARIANTS = (
     Variant("w8a16", QuantizeConfig("w8a16"), 0.005),
     Variant("w8a8-dynamic", QuantizeConfig("int8"), 0.02),
-    Variant("w8a8-dynamic, smoothed", QuantizeConfig("int8", smooth="search"), 0.02),
+    Variant("w8a8-dynamic smoothed", QuantizeConfig("int8", smooth="search"), 0.02),
     Variant("w8a8", QuantizeConfig("w8a8", smooth="search"), 0.03, static=True),
     Variant("w4a16", QuantizeConfig("w4a16", group_size=32), 0.06),
     Variant("w4a8-dynamic", QuantizeConfig("int4"), None),
     Variant("int8-kv", QuantizeConfig("none", kv="int8-kv"), 0.01),
-    Variant("w8a8-dynamic, int8-kv", QuantizeConfig("int8", kv="int8-kv"), None),
+    Variant("w8a8-dynamic int8-kv", QuantizeConfig("int8", kv="int8-kv"), None),
 )
 
 
@@ -53,6 +54,22 @@ class Decoder:
     measure: LanguageMeasure
     made: dict[str, Made]
     figures: dict[str, Figures]
+    tables: list[Path]
+    """The calibration table, once there is one: it is the same for all variants."""
+
+    def make(self, name: str, config: QuantizeConfig, asks_gate: bool = True) -> Made:
+        """As the maker does, with what has been calibrated already."""
+        table = self.tables[0] if self.tables and _calibrates(config) else None
+        maker = self.maker if asks_gate else replace(self.maker, asks_gate=False)
+        made = maker.make(name, replace(config, table=table))
+        if made.planned.table is not None and not self.tables:
+            self.tables.append(self.maker.folder / "calibration.json")
+            self.tables[0].write_text(made.planned.table.to_json(), encoding="utf-8")
+        return made
+
+
+def _calibrates(config: QuantizeConfig) -> bool:
+    return config.quant == "w8a8" or config.smooth == "search"
 
 
 def opened(name: str, spec: str, setting: Setting) -> Decoder:
@@ -61,7 +78,7 @@ def opened(name: str, spec: str, setting: Setting) -> Decoder:
     material = material_from_corpora(setting.corpora, maker.tokenizer, context, setting.quick)
     with setting.progress.stage("FP32's logits"):
         measure = LanguageMeasure(maker.parent.path, material, setting.threads)
-    return Decoder(name, maker, measure, {}, {})
+    return Decoder(name, maker, measure, {}, {}, [])
 
 
 def accuracy(decoder: Decoder, setting: Setting, variants: Sequence[Variant] = VARIANTS) -> Findings:
@@ -76,7 +93,7 @@ def accuracy(decoder: Decoder, setting: Setting, variants: Sequence[Variant] = V
         config = replace(variant.config, text=text, generate=_GATE_TOKENS, search=search)
         if variant.static:
             config = replace(config, keep=_sensitive(decoder, config, setting))
-        made = decoder.maker.make(variant.name, config)
+        made = decoder.make(variant.name, config)
         with setting.progress.stage(f"judge {variant.name}"):
             figures = decoder.measure(made.bundle.path)
         decoder.made[variant.name], decoder.figures[variant.name] = made, figures
@@ -90,7 +107,7 @@ def _sensitive(decoder: Decoder, config: QuantizeConfig, setting: Setting) -> tu
 
     Ranked on one text, without the gate; the ends, which keep float activations anyway, count among those that stay.
     """
-    every = replace(decoder.maker, asks_gate=False).make("w8a8, every layer", config)
+    every = decoder.make("w8a8, every layer", config, asks_gate=False)
     path = decoder.maker.parent.engine_path
     text = next(iter(decoder.measure.material.windows.values()))[0]
     with setting.progress.stage("rank layers"):

@@ -18,11 +18,11 @@ def page(command: str, machine: str, origin: str, findings: Sequence[Findings]) 
         _GUIDE.read_text(encoding="utf-8"),
         "# What was measured",
         "",
-        "This part is made by",
+        "This page is made by",
         "",
         f"    {command}",
         "",
-        f"on {machine}. Texts: {origin}. Every quantised bundle of a model is made from one float bundle, by the "
+        f"from `scripts/quantization_report/guide.md`, on {machine}. Texts: {origin}. Every quantised bundle of a model is made from one float bundle, by the "
         "functions that `build-engine --quant` calls, and calibrated, where it needs ranges, on Python's documentation "
         "unless its table says otherwise; the gate's limits are its own.",
         "",

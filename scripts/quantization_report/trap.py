@@ -21,9 +21,10 @@ from pipeline.optimize import OptimizeConfig
 from pipeline.quantize.building import rewritten
 from pipeline.quantize.config import QuantizeConfig
 from pipeline.quantize.material import default_text
-from quantization_report.bundles import planned
+from quantization_report.bundles import Made, planned
 from quantization_report.decoder import Decoder
 from quantization_report.findings import Findings, Verdict
+from quantization_report.language import Figures
 from quantization_report.setting import Setting
 
 SHORT, BOTH = "short lines", "short and long"
@@ -41,20 +42,13 @@ def on_decoder(decoder: Decoder, setting: Setting) -> Findings:
     files = {SHORT: setting.folder / "lines.jsonl", BOTH: setting.folder / "whole.txt"}
     files[SHORT].write_text("\n".join(json.dumps({"token_ids": line}) for line in lines), encoding="utf-8")
     files[BOTH].write_text(default_text(), encoding="utf-8")
-    keep = decoder.made["w8a8"].planned.config.keep if "w8a8" in decoder.made else ()
+    found = {SHORT: _calibrated(decoder, SHORT, files[SHORT], setting)}
+    if "w8a8" in decoder.made:  # which is calibrated on that documentation
+        found[BOTH] = decoder.made["w8a8"], decoder.figures["w8a8"]
+    else:
+        found[BOTH] = _calibrated(decoder, BOTH, files[BOTH], setting)
     rows, data, changes = [], {}, {}
-    for name, file in files.items():
-        config = QuantizeConfig(
-            "w8a8",
-            specs=(str(file),),
-            calibration=CalibrationConfig(override_coverage=True),
-            smooth="search",
-            search="all",
-            keep=keep,
-        )
-        made = replace(decoder.maker, asks_gate=False).make(f"w8a8, {name}", config)
-        with setting.progress.stage(f"judge {name}"):
-            figures = decoder.measure(made.bundle.path)
+    for name, (made, figures) in found.items():
         changes[name] = figures.change
         table = made.planned.table
         assert table is not None
@@ -65,6 +59,20 @@ def on_decoder(decoder: Decoder, setting: Setting) -> Findings:
     columns = ("calibrated on", "samples", *(f"perplexity at {length}" for length in lengths))
     title = f"The trap on {decoder.name}: W8A8 with calibrated ranges"
     return Findings("trap", title, columns, rows, [], data, [_in_words(decoder.name, changes, lengths)])
+
+
+def _calibrated(decoder: Decoder, name: str, file: Path, setting: Setting) -> tuple[Made, Figures]:
+    config = QuantizeConfig(
+        "w8a8",
+        specs=(str(file),),
+        calibration=CalibrationConfig(override_coverage=True),
+        smooth="search",
+        search="all",
+        keep=decoder.made["w8a8"].planned.config.keep if "w8a8" in decoder.made else (),
+    )
+    made = replace(decoder.maker, asks_gate=False).make(f"w8a8, {name}", config)
+    with setting.progress.stage(f"judge {name}"):
+        return made, decoder.measure(made.bundle.path)
 
 
 def _in_words(name: str, changes: dict[str, dict[int, float]], lengths: Sequence[int]) -> str:
