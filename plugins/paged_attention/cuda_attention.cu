@@ -8,15 +8,15 @@ namespace kiln::cuda {
 namespace {
 
 template <typename T>
-cudaError_t launch_write(const PagedAttention& call, const Device& device, cudaStream_t stream) {
+cudaError_t launch_write(const PagedAttention& call, cudaStream_t stream) {
   const int64_t parts = (2 * call.kv_heads * call.head_dim / 8 + 31) / 32;
   const int64_t blocks = (call.tokens * parts * 32 + kWriteThreads - 1) / kWriteThreads;
-  return launch(write_kernel<T>, static_cast<int>(blocks), kWriteThreads, 0, stream, device.major >= 9, call);
+  return launch(write_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kWriteThreads), 0, stream, call);
 }
 
-// Query rows up to which reading a context split over the chip beats one CTA per tile. Measured on an H200 at contexts of
-// 2048 and 4096, in us, decode and prefill path: 1 sequence x 128 rows 47, 85; 1 x 256 70, 85; 16 x 16 49, 58; 64 x 32
-// 308, 195.
+// Query rows up to which reading a context split over the chip beats one CTA per tile. Measured on an H200 at contexts
+// of 2048 and 4096, in us, decode and prefill path: 1 sequence x 128 rows 47, 85; 1 x 256 70, 85; 16 x 16 49, 58;
+// 64 x 32 308, 195.
 int32_t measured_rows(const PagedAttention& call, const Device& device) {
   return call.seqs * static_cast<int64_t>(call.kv_heads) * 4 < device.multiprocessors ? 256 : 16;
 }
@@ -56,7 +56,7 @@ const char* unsupported(const PagedAttention& call) {
   if (static_cast<int64_t>(call.blocks) * call.block_size > INT_MAX)
     return "the cache is too large for the CUDA kernels: expected fewer than 2^31 positions";
   if (current_device(&device) != cudaSuccess) return "the CUDA device does not answer";
-  if (!decode_fits(call, device)) return "too many sequences in one call for this device's shared memory: split the batch";
+  if (!decode_fits(call, device)) return "too many sequences in one call for this device: split the batch";
   return nullptr;
 }
 
@@ -67,8 +67,8 @@ cudaError_t run(const PagedAttention& given, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   PagedAttention call = given;
   if (call.decode_rows == kMeasured) call.decode_rows = measured_rows(call, device);
-  error = call.element == Element::kFloat16 ? launch_write<__half>(call, device, stream)
-                                            : launch_write<__nv_bfloat16>(call, device, stream);
+  error = call.element == Element::kFloat16 ? launch_write<__half>(call, stream)
+                                            : launch_write<__nv_bfloat16>(call, stream);
   // Lengths are not known here. With none of them zero, no sequence has more new tokens than this; if some are, the
   // decode path does what is left, only slower.
   const int64_t most_rows =
@@ -77,7 +77,7 @@ cudaError_t run(const PagedAttention& given, cudaStream_t stream) {
   if (!prefill) call.decode_rows = INT_MAX;
   if (!decode) call.decode_rows = 0;
   if (error == cudaSuccess && prefill)
-    error = device.major == 9 ? launch_hopper(call, device, stream) : launch_prefill(call, device, stream);
+    error = device.major == 9 && !call.portable ? launch_hopper(call, stream) : launch_prefill(call, stream);
   if (error == cudaSuccess && decode) error = launch_decode(call, device, stream);
   return error;
 }

@@ -47,7 +47,7 @@ struct PagedAttention {
   int32_t positions;    // rows of cos and sin
   int32_t rotary_half;  // half of the rotated part of a head, even; 0: no rotation
   int32_t window;       // 0: unlimited
-  int32_t decode_rows;  // sequences with at most so many query rows (new tokens x heads / kv_heads) take the decode path
+  int32_t decode_rows;  // sequences of at most so many query rows (new tokens x heads / kv_heads) take the decode path
   float scale;          // already resolved, never 0
   float softcap;        // 0: none
   Element element;
@@ -55,7 +55,7 @@ struct PagedAttention {
   bool portable;     // only instructions that all architectures have: so one device can test what others run
 };
 
-// For `decode_rows`: the crossover measured on an H200. With few sequences the prefill path leaves most of the chip idle.
+// For `decode_rows`: the crossover measured on an H200.
 constexpr int32_t kMeasured = -1;
 
 // What `scratch` must hold on the current device, for calls of any shape. Zero on failure.

@@ -32,6 +32,7 @@ class _PagedAttention(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("element", ctypes.c_int),
         ("interleaved", ctypes.c_bool),
+        ("portable", ctypes.c_bool),
     ]
 
 
@@ -53,11 +54,15 @@ class Operands:
 
 
 class CudaAttention:
-    """The operator of one library, with scratch memory on the current device; for one stream at a time."""
+    """The operator of one library, with scratch memory on the current device; for one stream at a time.
 
-    def __init__(self, library: ctypes.CDLL):
+    `portable` keeps to the instructions that all architectures have.
+    """
+
+    def __init__(self, library: ctypes.CDLL, portable: bool = False):
         import torch
 
+        self._portable = portable
         self._library = library
         library.kiln_cuda_attention_scratch_bytes.restype = ctypes.c_size_t
         library.kiln_cuda_attention_unsupported.restype = ctypes.c_char_p
@@ -108,4 +113,5 @@ class CudaAttention:
             *(o.query.shape[0], len(o.past_seqlens), blocks, block_size, o.block_table.shape[1]),
             *(a.num_heads, kv_heads, head_dim, positions, half, max(a.local_window_size, 0), decode_rows),
             *(a.scale or head_dim**-0.5, a.softcap, int(o.query.dtype == torch.bfloat16), bool(a.rotary_interleaved)),
+            self._portable,
         )

@@ -13,126 +13,9 @@
 // How rounds are cut depends on the lengths of all sequences of the call, so the last bits of a result do, too.
 #pragma once
 
-#include "cuda_device.cuh"
+#include "cuda_decode_work.cuh"
 
 namespace kiln::cuda {
-
-// How a kernel uses a device; cuda.cu chooses.
-struct DecodePlan {
-  int warps, stages;
-};
-
-template <int kHeadDim>
-struct DecodeLayout {
-  static constexpr int kRow = kHeadDim * 2 + 16;        // bytes of a padded row
-  static constexpr int kTile = 16 * kRow;               // of 16 keys or values
-  static constexpr int kRegisters = kHeadDim / 4;       // accumulators of a thread for 8 query rows
-  static constexpr int kPart = (kRegisters + 4) * 32;   // floats of one warp's result: accumulators, two m, two l
-  static constexpr int kMinThreads = kHeadDim == 256 ? 64 : 128;
-  static int bytes(DecodePlan plan, int seqs, int columns, int parts) {
-    const int merge = plan.warps / 2 * kPart * 4, join = parts * columns * 8 * 4;
-    return plan.warps * plan.stages * 2 * kTile + (merge > join ? merge : join) + (seqs + 1) * 4;
-  }
-};
-
-// Floats of scratch: for each CTA the part that ends in it and the one that begins in it.
-template <int kHeadDim, int kColumns>
-constexpr size_t decode_scratch_floats(int ctas) {
-  return static_cast<size_t>(ctas) * 2 * kColumns * DecodeLayout<kHeadDim>::kPart;
-}
-
-// Walks over the rounds of a range: sequence, row tile, round. `starts` has the first round of each sequence.
-struct DecodeCursor {
-  const PagedAttention& call;
-  const int* starts;
-  int rows_per_tile, round_positions;
-  Sequence of;
-  int seq, round, rounds, row, begin;
-
-  static __device__ __forceinline__ int rounds_of(const PagedAttention& call, const Sequence& of, int round_positions) {
-    return (of.end - of.begin(call, 0) + round_positions - 1) / round_positions;
-  }
-  __device__ __forceinline__ void enter() {
-    of = Sequence(call, seq);
-    begin = of.begin(call, 0);
-    rounds = rounds_of(call, of, round_positions);
-  }
-  __device__ __forceinline__ void start(int at) {
-    int low = 0, high = call.seqs;  // the last sequence that starts at or before `at`; empty ones start where it does
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (starts[middle] <= at ? low : high) = middle;
-    }
-    seq = low;
-    enter();
-    row = (at - starts[seq]) / rounds * rows_per_tile;
-    round = (at - starts[seq]) % rounds;
-  }
-  __device__ __forceinline__ int item_start() const { return starts[seq] + row / rows_per_tile * rounds; }
-  // True where a new item begins: other rows or another sequence. Not to be called on the last round of all.
-  __device__ __forceinline__ bool next() {
-    if (++round < rounds) return false;
-    round = 0;
-    row += rows_per_tile;
-    if (item_start() < starts[seq + 1]) return true;
-    row = 0;
-    do seq++;
-    while (seq + 1 < call.seqs && starts[seq + 1] == starts[seq]);
-    if (seq < call.seqs) enter();
-    return true;
-  }
-};
-
-template <typename T, int kHeadDim, int kColumns>
-struct DecodeResult {
-  static constexpr int kSteps = kHeadDim / 16;
-  float o[kColumns][kSteps][4];  // [dim, row] in the accumulator layout
-  float m[kColumns][2], l[kColumns][2];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int n = 0; n < kColumns; n++) {
-#pragma unroll
-      for (int d = 0; d < kSteps; d++) o[n][d][0] = o[n][d][1] = o[n][d][2] = o[n][d][3] = 0;
-      m[n][0] = m[n][1] = -kInfinity;
-      l[n][0] = l[n][1] = 0;
-    }
-  }
-  // Adds up what the lanes of a row summed.
-  __device__ __forceinline__ void sum_lanes() {
-#pragma unroll
-    for (int n = 0; n < kColumns; n++)
-#pragma unroll
-      for (int j = 0; j < 2; j++)
-#pragma unroll
-        for (int x = 4; x < 32; x *= 2) l[n][j] += __shfl_xor_sync(kAll, l[n][j], x);
-  }
-  template <typename Store>
-  __device__ __forceinline__ void store(int n, Store store) const {
-#pragma unroll
-    for (int d = 0; d < kSteps; d++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) store(d * 4 + i, o[n][d][i]);
-#pragma unroll
-    for (int j = 0; j < 2; j++) store(kSteps * 4 + j, m[n][j]), store(kSteps * 4 + 2 + j, l[n][j]);
-  }
-  template <typename Load>
-  __device__ __forceinline__ void merge(int n, Load load) {
-    float mine[2], other[2];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const float theirs = load(kSteps * 4 + j), top = fmaxf(m[n][j], theirs);
-      mine[j] = top == -kInfinity ? 0 : exp2_fast(m[n][j] - top);
-      other[j] = top == -kInfinity ? 0 : exp2_fast(theirs - top);
-      m[n][j] = top;
-      l[n][j] = l[n][j] * mine[j] + load(kSteps * 4 + 2 + j) * other[j];
-    }
-#pragma unroll
-    for (int d = 0; d < kSteps; d++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) o[n][d][i] = o[n][d][i] * mine[i & 1] + load(d * 4 + i) * other[i & 1];
-  }
-};
 
 template <typename T, int kHeadDim, int kColumns>
 struct Decoder {
@@ -146,17 +29,41 @@ struct Decoder {
   const int warps, stages, warp, lane, group, head;
   const uint32_t buffers;  // this warp's: [stages][keys, values][16][kRow]
   float* merging;
-  int block_ids, first_id;
+  // Block table entries for this warp's tiles: a lane has that of round first_entry + lane. `later` are those of the
+  // first rounds of the cursor's later sequence, if contexts begin at 0.
+  int entries, later_entries, first_entry;
+
+  __device__ __forceinline__ void load_entries(const DecodeCursor& cursor) {
+    first_entry = cursor.round;
+    entries = block_entry(call, cursor.seq, cursor.begin + ((first_entry + lane) * warps + warp) * 16);
+  }
+  __device__ __forceinline__ void load_later_entries(const DecodeCursor& cursor) {
+    if (cursor.later_seq < call.seqs && call.window == 0)
+      later_entries = block_entry(call, cursor.later_seq, (lane * warps + warp) * 16);
+  }
+  // Moves on to the round after the cursor's, and has its entries ready or on their way.
+  __device__ __forceinline__ void advance(DecodeCursor& cursor) {
+    if (++cursor.round < cursor.rounds) {
+      if (cursor.round == first_entry + 32) load_entries(cursor);
+      return;
+    }
+    const int seq = cursor.seq;
+    cursor.next_item();
+    if (cursor.seq == seq) {
+      if (first_entry != 0) load_entries(cursor);
+    } else if (call.window == 0) {
+      first_entry = 0;
+      entries = later_entries;
+      load_later_entries(cursor);
+    } else {
+      load_entries(cursor);
+    }
+  }
 
   // Starts copying this warp's tile of the cursor's round.
-  __device__ __forceinline__ void fetch(const DecodeCursor& cursor, int stage) {
-    if (cursor.round < first_id || cursor.round >= first_id + 32) {
-      first_id = cursor.round;
-      const int position = cursor.begin + ((first_id + lane) * warps + warp) * 16;
-      block_ids = position < cursor.of.end ? block_of(call, cursor.seq, position) : 0;
-    }
+  __device__ __forceinline__ void fetch(const DecodeCursor& cursor, int stage) const {
     const int position = cursor.begin + (cursor.round * warps + warp) * 16;
-    const int block = __shfl_sync(kAll, block_ids, cursor.round - first_id);
+    const int block = block_of(call, __shfl_sync(kAll, entries, cursor.round - first_entry));
     if (position >= cursor.of.end) return;
     const int stride = call.kv_heads * kHeadDim;
     const int64_t at =
@@ -164,7 +71,7 @@ struct Decoder {
     const T* keys = static_cast<const T*>(call.key_cache) + at;
     const T* values = static_cast<const T*>(call.value_cache) + at;
     const uint32_t to = buffers + stage * 2 * kTile;
-    const int seen = cursor.of.end - position;  // rows beyond are no one's: zeros, since 0 times what is there may be NaN
+    const int seen = cursor.of.end - position;  // rows beyond become zeros: 0 times what is there may be NaN
 #pragma unroll
     for (int i = 0; i < kVectors / 2; i++) {
       const int row = (i * 32 + lane) / kVectors, vector = (i * 32 + lane) % kVectors;
@@ -211,8 +118,9 @@ struct Decoder {
   }
 
   // Attends to the 16 positions in a stage.
-  __device__ __forceinline__ void attend(const DecodeCursor& cursor, int stage, const uint32_t (&q)[kColumns][kSteps][2],
-                         DecodeResult<T, kHeadDim, kColumns>& result) const {
+  __device__ __forceinline__ void attend(const DecodeCursor& cursor, int stage,
+                                         const uint32_t (&q)[kColumns][kSteps][2],
+                                         DecodeResult<T, kHeadDim, kColumns>& result) const {
     const Sequence& of = cursor.of;
     const int first = cursor.begin + (cursor.round * warps + warp) * 16;
     const uint32_t keys = buffers + stage * 2 * kTile, values = keys + kTile;
@@ -279,8 +187,8 @@ struct Decoder {
     }
   }
 
-  // Merges all warps' results and hands the merged accumulators out: `take(n, register, x, m, l)` in each thread for its
-  // share of column n, whose rows have the maximum m and the sum l. Registers of a thread belong to one row.
+  // Merges all warps' results and hands the merged accumulators out: `take(n, register, x, m, l)` in each thread for
+  // its share of column n, whose rows have the maximum m and the sum l. Registers of a thread belong to one row.
   template <typename Take>
   __device__ __forceinline__ void merge_warps(DecodeResult<T, kHeadDim, kColumns>& result, Take take) const {
     result.sum_lanes();
@@ -365,157 +273,12 @@ struct Decoder {
         }
 #pragma unroll
         for (int j = 0; j < 4; j++)
-          if (r + j * warps < kRegisters) *output(of, first_row, n, r + j * warps) = Numbers<T>::from(sums[j] / totals[row]);
+          if (r + j * warps < kRegisters)
+            *output(of, first_row, n, r + j * warps) = Numbers<T>::from(sums[j] / totals[row]);
       }
     }
     __syncthreads();
   }
 };
-
-// First round of each sequence, and the number of all, for sequences that take this path.
-__device__ __forceinline__ void count_rounds(const PagedAttention& call, int rows_per_tile, int round_positions, int* starts) {
-  const int group = call.heads / call.kv_heads;
-  for (int seq = threadIdx.x; seq < call.seqs; seq += blockDim.x) {
-    const Sequence of(call, seq);
-    const int rows = of.count * group;
-    const bool here = rows > 0 && rows <= call.decode_rows;
-    starts[seq + 1] = here ? DecodeCursor::rounds_of(call, of, round_positions) *
-                                 ((rows + rows_per_tile - 1) / rows_per_tile)
-                           : 0;
-  }
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    if (threadIdx.x == 0) starts[0] = 0;
-    for (int from = 0, carried = 0; from < call.seqs; from += 32) {
-      const int seq = from + threadIdx.x;
-      int sum = seq < call.seqs ? starts[seq + 1] : 0;
-      for (int d = 1; d < 32; d *= 2) {
-        const int below = __shfl_up_sync(kAll, sum, d);
-        if (threadIdx.x >= d) sum += below;
-      }
-      sum += carried;
-      if (seq < call.seqs) starts[seq + 1] = sum;
-      carried = __shfl_sync(kAll, sum, 31);
-    }
-  }
-  __syncthreads();
-}
-
-template <typename T, int kHeadDim, int kColumns>
-__global__ void __launch_bounds__(256, 1)
-    decode_kernel(const __grid_constant__ PagedAttention call, const DecodePlan plan, float* parts, int* counters) {
-  using Layout = DecodeLayout<kHeadDim>;
-  extern __shared__ __align__(16) char shared[];
-  constexpr int kRows = 8 * kColumns, kMinRounds = 2;  // a CTA that joins in must have something to do
-  const int warps = plan.warps, stages = plan.stages, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int ranges_max = gridDim.x / call.kv_heads, tiles_bytes = warps * stages * 2 * Layout::kTile;
-  const int merge_floats = max(warps / 2 * Layout::kPart, ranges_max * kRows);
-  float* merging = reinterpret_cast<float*>(shared + tiles_bytes);
-  int* starts = reinterpret_cast<int*>(merging + merge_floats);
-  Decoder<T, kHeadDim, kColumns> decoder{call,
-                                         Scores(call),
-                                         warps,
-                                         stages,
-                                         warp,
-                                         lane,
-                                         call.heads / call.kv_heads,
-                                         static_cast<int>(blockIdx.x % call.kv_heads),
-                                         shared_address(shared + warp * stages * 2 * Layout::kTile),
-                                         merging,
-                                         0,
-                                         1 << 30};
-  let_next_start();
-  count_rounds(call, kRows, 16 * warps, starts);
-  wait_for_previous();
-  const int total = starts[call.seqs], mine = blockIdx.x / call.kv_heads;
-  const int ranges = max(1, min(ranges_max, total / kMinRounds));
-  if (mine >= ranges || total == 0) return;
-  auto begin_of = [&](int range) { return static_cast<int>(static_cast<int64_t>(total) * range / ranges); };
-  const int from = begin_of(mine), to = begin_of(mine + 1);
-  auto part_of = [&](int range, bool begins_there) {
-    return parts + ((static_cast<size_t>(range) * call.kv_heads + decoder.head) * 2 + begins_there) * kColumns * Layout::kPart;
-  };
-
-  DecodeCursor cursor{call, starts, kRows, 16 * warps};
-  cursor.start(from);
-  DecodeCursor ahead = cursor;
-  int fetched = from, fetch_stage = 0;
-  auto fetch_next = [&] {
-    if (fetched < to) {
-      decoder.fetch(ahead, fetch_stage);
-      if (++fetched < to && ahead.next()) decoder.first_id = 1 << 30;
-    }
-    commit_copies();
-    fetch_stage = fetch_stage + 1 == stages ? 0 : fetch_stage + 1;
-  };
-  for (int i = 0; i < stages - 1; i++) fetch_next();
-
-  uint32_t q[kColumns][kHeadDim / 16][2];
-  uint4 held[Decoder<T, kHeadDim, kColumns>::kHeld];
-  DecodeResult<T, kHeadDim, kColumns> result;
-  decoder.load_query(cursor.of, cursor.row, held);
-  decoder.share_query(held, q);
-  result.clear();
-  for (int at = from, stage = 0, item_from = from; at < to; at++) {
-    if (stages == 2) wait_copies<0>();
-    else if (stages == 3) wait_copies<1>();
-    else wait_copies<2>();
-    __syncwarp();
-    if (cursor.begin + (cursor.round * warps + warp) * 16 < cursor.of.end) decoder.attend(cursor, stage, q, result);
-    __syncwarp();
-    fetch_next();
-    stage = stage + 1 == stages ? 0 : stage + 1;
-    const bool last = cursor.round + 1 == cursor.rounds, more = at + 1 < to;
-    if (!last && more) {
-      cursor.round++;
-      continue;
-    }
-    const Sequence of = cursor.of;
-    const int row = cursor.row, start = cursor.item_start(), end = start + cursor.rounds;
-    const bool begins_here = item_from == start;
-    if (more) {
-      cursor.next();
-      decoder.load_query(cursor.of, cursor.row, held);
-    }
-    if (begins_here && last) {
-      decoder.merge_warps(result, [&](int n, int reg, float x, float, float total) {
-        T* p = decoder.output(of, row, n, reg);
-        if (p) *p = Numbers<T>::from(x / total);
-      });
-    } else {
-      __shared__ int finished;
-      float* part = part_of(mine, begins_here) + lane;
-      decoder.merge_warps(result, [&](int n, int reg, float x, float top, float total) {
-        float* column = part + n * Layout::kPart;
-        __stcg(column + reg * 32, x);
-        if (reg < 2) __stcg(column + (Layout::kRegisters + reg) * 32, top), __stcg(column + (Layout::kRegisters + 2 + reg) * 32, total);
-      });
-      auto range_of = [&](int round) {
-        int range = static_cast<int>(static_cast<int64_t>(round) * ranges / total);
-        while (begin_of(range) > round) range--;
-        while (begin_of(range + 1) <= round) range++;
-        return range;
-      };
-      const int first = range_of(start), count = range_of(end - 1) - first + 1;
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        // The range that an item begins in has no other that goes on beyond it, so it names the counter.
-        int* counter = counters + first * call.kv_heads + decoder.head;
-        finished = atomicAdd(counter, 1) == count - 1;
-        if (finished) *counter = 0;
-        __threadfence();
-      }
-      __syncthreads();
-      if (finished) decoder.join(of, row, count, [&](int i) { return part_of(first + i, i == 0); });
-    }
-    if (more) {
-      decoder.share_query(held, q);
-      result.clear();
-      item_from = at + 1;
-    }
-  }
-  wait_copies<0>();
-}
 
 }  // namespace kiln::cuda

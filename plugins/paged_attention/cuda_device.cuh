@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "../cuda_launch.cuh"
 #include "cuda_attention.h"
 
 namespace kiln::cuda {
@@ -47,7 +48,9 @@ struct Numbers<__half> {
     const __half2 pair = __floats2half2_rn(x, y);
     return reinterpret_cast<const uint32_t&>(pair);
   }
-  static __device__ __forceinline__ float2 unpack(uint32_t pair) { return __half22float2(reinterpret_cast<const __half2&>(pair)); }
+  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+    return __half22float2(reinterpret_cast<const __half2&>(pair));
+  }
   static __device__ __forceinline__ __half from(float x) { return __float2half_rn(x); }
   static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm volatile(
@@ -57,7 +60,9 @@ struct Numbers<__half> {
   }
 };
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
 
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -96,19 +101,6 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Programmatic dependent launch (sm_90 on): the next kernel may start, and waits here until the one before is done.
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -129,14 +121,23 @@ struct Scores {
   }
 };
 
+// What the index tensors say of one sequence, as it was loaded.
+struct Lengths {
+  int first, next, past;
+  __device__ __forceinline__ Lengths() {}
+  __device__ __forceinline__ Lengths(const PagedAttention& call, int seq)
+      : first(call.cumulative[seq]), next(call.cumulative[seq + 1]), past(call.past[seq]) {}
+};
+
 // New tokens and context of one sequence, clamped to the buffers.
 struct Sequence {
   int first, count, past, end;  // packed index of the first new token, new tokens, cached ones, past + count
   __device__ __forceinline__ Sequence() {}
-  __device__ __forceinline__ Sequence(const PagedAttention& call, int seq) {
-    first = min(max(call.cumulative[seq], 0), call.tokens);
-    count = min(max(call.cumulative[seq + 1], first), call.tokens) - first;
-    past = min(max(call.past[seq], 0), max(call.max_blocks * call.block_size - count, 0));
+  __device__ __forceinline__ Sequence(const PagedAttention& call, int seq) : Sequence(call, Lengths(call, seq)) {}
+  __device__ __forceinline__ Sequence(const PagedAttention& call, const Lengths& lengths) {
+    first = min(max(lengths.first, 0), call.tokens);
+    count = min(max(lengths.next, first), call.tokens) - first;
+    past = min(max(lengths.past, 0), max(call.max_blocks * call.block_size - count, 0));
     end = min(past + count, call.max_blocks * call.block_size);
   }
   // First position that any new token from `token` on sees, at the start of 16 positions.
@@ -199,11 +200,16 @@ __device__ __forceinline__ uint4 rotated_vector(const PagedAttention& call, cons
           turn(x.z, y.z, c[1].x, c[1].y, s[1].x, s[1].y), turn(x.w, y.w, c[1].z, c[1].w, s[1].z, s[1].w)};
 }
 
-// Number of the block that holds a position.
-__device__ __forceinline__ int block_of(const PagedAttention& call, int seq, int position) {
+// The block table's entry for a position, and the block that it stands for.
+__device__ __forceinline__ int block_entry(const PagedAttention& call, int seq, int position) {
   const int at = min(position / call.block_size, call.max_blocks - 1);
-  const int block = __ldg(call.block_table + static_cast<size_t>(seq) * call.max_blocks + at);
-  return min(max(block, 0), call.blocks - 1);
+  return __ldg(call.block_table + static_cast<size_t>(seq) * call.max_blocks + at);
+}
+__device__ __forceinline__ int block_of(const PagedAttention& call, int entry) {
+  return min(max(entry, 0), call.blocks - 1);
+}
+__device__ __forceinline__ int block_of(const PagedAttention& call, int seq, int position) {
+  return block_of(call, block_entry(call, seq, position));
 }
 
 // A tile of query rows of a sequence on the prefill path. Row r is new token r / group, query head

@@ -42,8 +42,8 @@ cudaError_t launch_head(const PagedAttention& call, cudaStream_t stream) {
   cudaError_t error = map_cache(call, call.key_cache, &keys);
   if (error == cudaSuccess) error = map_cache(call, call.value_cache, &values);
   if (error != cudaSuccess) return error;
-  return launch(hopper_kernel<T, kHeadDim>, most_tiles(call, Layout::kRows) * call.kv_heads, Layout::kThreads,
-                Layout::kBytes, stream, true, call, keys, values);
+  return launch_large(hopper_kernel<T, kHeadDim>, most_tiles(call, Layout::kRows) * call.kv_heads, Layout::kThreads,
+                      Layout::kBytes, stream, call, keys, values);
 }
 
 template <typename T>
@@ -61,7 +61,7 @@ cudaError_t launch_type(const PagedAttention& call, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_hopper(const PagedAttention& call, const Device&, cudaStream_t stream) {
+cudaError_t launch_hopper(const PagedAttention& call, cudaStream_t stream) {
   return call.element == Element::kFloat16 ? launch_type<__half>(call, stream)
                                            : launch_type<__nv_bfloat16>(call, stream);
 }

@@ -38,14 +38,16 @@ struct HopperWork {
 };
 
 template <int kHeadDim>
-__device__ __forceinline__ void copy_pages(const HopperWork& work, const CUtensorMap* key_map, const CUtensorMap* value_map) {
+__device__ __forceinline__ void copy_pages(const HopperWork& work, const CUtensorMap* key_map,
+                                           const CUtensorMap* value_map) {
   using Layout = HopperLayout<kHeadDim>;
   const int lane = threadIdx.x % 32, page = lane / Layout::kChunks, chunk = lane % Layout::kChunks;
   for (int position = work.begin, i = 0; position < work.end; position += Layout::kKeys, i++) {
     const int stage = i % 2, phase = i / 2 % 2;
     const int pages = min(Layout::kKeys, work.end - position + Layout::kPage - 1) / Layout::kPage;
     const int boxes = pages * Layout::kChunks, at = position + page * Layout::kPage;
-    const int row = lane < boxes ? block_of(work.call, work.tile.seq, at) * work.call.block_size + at % work.call.block_size : 0;
+    const int block = lane < boxes ? block_of(work.call, work.tile.seq, at) : 0;
+    const int row = block * work.call.block_size + at % work.call.block_size;
     const uint32_t offset = stage * Layout::kTileBytes + (chunk * Layout::kKeys + page * Layout::kPage) * 128;
     const uint32_t keys_full = shared_address(&work.barriers.keys_full[stage]);
     wait_barrier(shared_address(&work.barriers.keys_empty[stage]), phase ^ 1);
@@ -249,7 +251,8 @@ struct HopperRows {
       for (int n = 0; n < kHeadDim / 8; n++) {
         const float* pair = o[n / 16] + n % 16 * 4 + j * 2;
         const uint32_t address = query_address(row + 8 * j, n * 8 + lane % 4 * 2);
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(Numbers<T>::pack(pair[0] / l[j], pair[1] / l[j])) : "memory");
+        const uint32_t packed = Numbers<T>::pack(pair[0] / l[j], pair[1] / l[j]);
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(packed) : "memory");
       }
     }
     __syncwarp();

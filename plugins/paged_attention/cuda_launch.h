@@ -1,8 +1,7 @@
 // Between the files of the CUDA library that hold kernels: what they know of the device, and how they launch.
 #pragma once
 
-#include <utility>
-
+#include "../cuda_launch.cuh"
 #include "cuda_attention.h"
 
 namespace kiln::cuda {
@@ -14,27 +13,15 @@ struct Device {
 // Of the current device; read once.
 cudaError_t current_device(Device* device);
 
-// The kernel may start before the one launched before it is done, if it waits for that by itself (sm_90 on).
+// `launch` of a kernel with more shared memory than any kernel may have unasked.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), int blocks, int threads, int shared_bytes, cudaStream_t stream,
-                   bool overlapping, Arguments&&... arguments) {
-  const void* address = reinterpret_cast<const void*>(kernel);
-  if (shared_bytes > 48 * 1024) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return error;
-  }
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = overlapping ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+cudaError_t launch_large(void (*kernel)(Parameters...), int blocks, int threads, int shared_bytes, cudaStream_t stream,
+                         const Arguments&... arguments) {
+  const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                                 cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
+  return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+                static_cast<size_t>(shared_bytes), stream, arguments...);
 }
 
 // At least as many tiles as the prefill path can find in a call, whatever its lengths.
@@ -47,7 +34,7 @@ inline int most_tiles(const PagedAttention& call, int rows_per_tile) {
 size_t decode_scratch_bytes(const Device& device);
 bool decode_fits(const PagedAttention& call, const Device& device);
 cudaError_t launch_decode(const PagedAttention& call, const Device& device, cudaStream_t stream);
-cudaError_t launch_prefill(const PagedAttention& call, const Device& device, cudaStream_t stream);
-cudaError_t launch_hopper(const PagedAttention& call, const Device& device, cudaStream_t stream);
+cudaError_t launch_prefill(const PagedAttention& call, cudaStream_t stream);
+cudaError_t launch_hopper(const PagedAttention& call, cudaStream_t stream);
 
 }  // namespace kiln::cuda

@@ -31,7 +31,8 @@ struct Kernel {
 };
 
 int32_t narrow(int64_t size, const char* name) {
-  if (size > std::numeric_limits<int32_t>::max()) fail(name, " is too large: found ", size, ", expected at most 2^31 - 1");
+  if (size > std::numeric_limits<int32_t>::max())
+    fail(name, " is too large: found ", size, ", expected at most 2^31 - 1");
   return static_cast<int32_t>(size);
 }
 
@@ -83,7 +84,8 @@ void* Kernel::updated(OrtKernelContext* context, cudaStream_t stream, const Tens
   size_t bytes = 2;
   for (int64_t size : input.shape) bytes *= static_cast<size_t>(size);
   if (data != input.data && bytes > 0)
-    require_cuda(cudaMemcpyAsync(data, input.data, bytes, cudaMemcpyDeviceToDevice, stream), "the cache cannot be copied");
+    require_cuda(cudaMemcpyAsync(data, input.data, bytes, cudaMemcpyDeviceToDevice, stream),
+                 "the cache cannot be copied");
   return data;
 }
 

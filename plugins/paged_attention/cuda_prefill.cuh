@@ -56,7 +56,8 @@ struct Prefiller {
   }
 
   // Adds a stage to this warp's rows lane / 4 and lane / 4 + 8.
-  __device__ __forceinline__ void attend(int position, int stage, float (&o)[2 * kSteps][4], float (&m)[2], float (&l)[2]) const {
+  __device__ __forceinline__ void attend(int position, int stage, float (&o)[2 * kSteps][4], float (&m)[2],
+                                         float (&l)[2]) const {
     const uint32_t keys = stages + stage * 2 * kKeys * kRow, values = keys + kKeys * kRow;
     float s[kKeys / 8][4] = {};
 #pragma unroll

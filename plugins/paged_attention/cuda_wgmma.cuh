@@ -69,7 +69,8 @@ __device__ __forceinline__ uint64_t matrix(uint32_t address, int row_step, int c
 }
 
 #define KILN_F8(d, i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
 #define KILN_F32(d, i) KILN_F8(d, i), KILN_F8(d, i + 8), KILN_F8(d, i + 16), KILN_F8(d, i + 24)
 #define KILN_R32                                                                                                     \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30," \
@@ -79,8 +80,8 @@ __device__ __forceinline__ uint64_t matrix(uint32_t address, int row_step, int c
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59," \
   "%60,%61,%62,%63"
 
-// d[64, n] = a[64, 16] b, with `accumulate` added to what d holds; n is twice the size of d. a is in shared memory (b is
-// then [n, 16]) or in registers, as accumulators of a product before (b is then [16, n]).
+// d[64, n] = a[64, 16] b, with `accumulate` added to what d holds; n is twice the size of d. a is in shared memory (b
+// is then [n, 16]) or in registers, as accumulators of a product before (b is then [16, n]).
 template <typename T>
 struct Products;
 

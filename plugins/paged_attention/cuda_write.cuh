@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kWriteThreads) write_kernel(const __grid_const
   if (is_value) vector -= vectors;
   const T* from = static_cast<const T*>(is_value ? call.value : call.key) +
                   token * (is_value ? call.value_stride : call.key_stride) + vector * 8;
-  T* to = static_cast<T*>(is_value ? call.value_cache : call.key_cache) + static_cast<int64_t>(slot) * size + vector * 8;
+  T* cache = static_cast<T*>(is_value ? call.value_cache : call.key_cache);
+  T* to = cache + static_cast<int64_t>(slot) * size + vector * 8;
   const int dim = vector * 8 % call.head_dim;
   const uint4 data = is_value ? __ldg(reinterpret_cast<const uint4*>(from))
                               : rotated_vector(call, from - dim, dim, of.past + token - of.first);
