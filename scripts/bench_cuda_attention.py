@@ -1,0 +1,194 @@
+"""Times the CUDA kernels of paged attention in CUDA graphs, beside the bandwidth and the rate that the device reaches.
+
+    python scripts/bench_cuda_attention.py [--library PATH] [--block-size 16]
+
+32 query and 8 KV heads of 128, bfloat16, shuffled blocks, with rotation and cache write in every call; inputs rotate
+among as many sets as exceed the L2 cache. Decode stands against the time of reading the cache once at the bandwidth of
+a device-to-device copy measured in the same run; prefill against a large bfloat16 matrix product, with torch's
+attentions on dense, gathered, rotated inputs beside it (so they do less). Errors are against float32 on the same
+inputs. Prints one table and one JSON line.
+"""
+
+import argparse
+import ctypes
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from plugins.cuda_build import cuda_library
+from plugins.paged_attention.cuda_calls import CudaAttention, Operands
+from plugins.paged_attention.reference import Attributes
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+ATTRIBUTES = Attributes(HEADS, KV_HEADS, do_rotary=1)
+DECODE = ((1, 512), (1, 4096), (8, 4096), (64, 512), (64, 4096), (128, 512), (256, 1024))
+PREFILL = ((1, 512, 0), (1, 4096, 0), (8, 2048, 0), (1, 2048, 14336))
+TARGETS = {"decode 64 x 4096": 270, "decode 1 x 4096": 18, "decode 256 x 1024": 290}
+"""Microseconds."""
+MIN_RATE = 350
+"""TFLOP/s of one prompt of 4096."""
+SET_BYTES = 3e8
+"""All sets of inputs together hold at least so much: several times the L2 cache."""
+
+
+def seconds(run: Callable[[], object], calls: int) -> float:
+    """Of one call, the median of nine replays of a graph of `calls`."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    graph.replay()
+    times = []
+    for _ in range(9):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / calls)
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds(lambda: target.copy_(source), 5)
+
+
+def product_rate() -> float:
+    """Operations per second of a large product."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * 8192**3 / seconds(lambda: torch.mm(a, b, out=out), 5)
+
+
+def operands(seqs: int, new: int, past: int, block_size: int) -> Operands:
+    length = new + past
+    width = -(-length // block_size)
+    cache = (seqs * width, block_size, KV_HEADS, HEAD_DIM)
+    keys, values = (torch.randn(cache, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    table = torch.randperm(seqs * width, device="cuda").int().view(seqs, width)
+    positions = past + torch.arange(new, device="cuda")
+    slots = table[:, positions // block_size].long() * block_size + positions % block_size
+    packed = torch.randn(seqs * new, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    angles = torch.rand(length, HEAD_DIM // 2, device="cuda") * 6.28
+    return Operands(
+        *(packed, None, None, keys, values),
+        *((torch.arange(seqs + 1, device="cuda") * new).int(), torch.full((seqs,), past, device="cuda").int()),
+        *(table, slots.int().flatten(), angles.cos(), angles.sin()),
+    )
+
+
+def sets(seqs: int, new: int, past: int, block_size: int) -> list[Operands]:
+    bytes_each = seqs * (new + past) * KV_HEADS * HEAD_DIM * 4
+    return [operands(seqs, new, past, block_size) for _ in range(max(1, min(8, int(SET_BYTES / bytes_each) + 1)))]
+
+
+def dense(given: Operands, seqs: int, new: int, past: int) -> tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]:
+    """Rotated queries, keys and values [seqs, heads, length, head_dim] in float32 from the caches after a call."""
+    length, block_size = new + past, given.key_cache.shape[1]
+    at = torch.arange(length, device="cuda")
+    blocks = given.block_table[:, at // block_size].long()
+    keys, values = (c[blocks, at % block_size].transpose(1, 2).float() for c in (given.key_cache, given.value_cache))
+    query = given.query[:, : HEADS * HEAD_DIM].float().view(seqs, new, HEADS, HEAD_DIM).transpose(1, 2)
+    assert given.cos_cache is not None
+    assert given.sin_cache is not None
+    cos, sin = given.cos_cache[past:], given.sin_cache[past:]
+    low, high = query.split(HEAD_DIM // 2, dim=-1)
+    rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).bfloat16().float()
+    return rotated, keys, values
+
+
+def error(output: "torch.Tensor", given: Operands, seqs: int, new: int, past: int) -> float:
+    """max|output - reference| / max|reference|, over the last sequence."""
+    query, keys, values = (x[-1:] for x in dense(given, seqs, new, past))
+    own = past + torch.arange(new, device="cuda")
+    hidden = torch.arange(new + past, device="cuda")[None] > own[:, None]
+    worst, largest = 0.0, 0.0
+    for head in range(HEADS):
+        kv = head * KV_HEADS // HEADS
+        scores = query[0, head] @ keys[0, kv].T * HEAD_DIM**-0.5
+        expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values[0, kv]
+        found = output.view(seqs, new, HEADS, HEAD_DIM)[-1, :, head].float()
+        worst = max(worst, float((found - expected).abs().max()))
+        largest = max(largest, float(expected.abs().max()))
+    return worst / largest
+
+
+def measure(operator: CudaAttention, seqs: int, new: int, past: int, block_size: int) -> tuple[float, float]:
+    """Seconds of one call, and its error."""
+    inputs = sets(seqs, new, past, block_size)
+    output = torch.full((seqs * new, HEADS * HEAD_DIM), torch.nan, device="cuda", dtype=torch.bfloat16)
+    operator(inputs[0], ATTRIBUTES, output)
+    found = error(output, inputs[0], seqs, new, past)
+    turn = iter(range(1 << 30))
+    taken = seconds(lambda: operator(inputs[next(turn) % len(inputs)], ATTRIBUTES, output), 24 if new == 1 else 4)
+    return taken, found
+
+
+def torch_attentions(seqs: int, new: int) -> Iterator[tuple[str, float]]:
+    """Names and seconds of torch's attentions on whole prompts."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    given = operands(seqs, new, 0, 16)
+    query, keys, values = (x.bfloat16().contiguous() for x in dense(given, seqs, new, 0))
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (keys, values))
+
+    def attend() -> "torch.Tensor":
+        return torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
+
+    for name, backend in (("FlashAttention 2", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        with sdpa_kernel(backend):
+            try:
+                yield name, seconds(attend, 4)
+            except RuntimeError as problem:
+                print(f"{name}: torch cannot run it here: {str(problem).splitlines()[0]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", type=Path, help="a compiled libkiln_cuda.so; by default it is compiled")
+    parser.add_argument("--block-size", type=int, default=16)
+    args = parser.parse_args()
+    major, minor = torch.cuda.get_device_capability()
+    library = args.library or cuda_library([f"sm_{major}{minor}"])
+    operator = CudaAttention(ctypes.CDLL(str(library)))
+    bandwidth, rate = copy_bandwidth(), product_rate()
+    results: dict[str, dict[str, float]] = {}
+    print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s")
+    print(f"{'call':26}{'us':>8}{'floor':>8}{'ratio':>7}{'target':>8}{'error':>10}")
+    for seqs, length in DECODE:
+        name = f"decode {seqs} x {length}"
+        taken, found = measure(operator, seqs, 1, length - 1, args.block_size)
+        floor = seqs * length * KV_HEADS * HEAD_DIM * 4 / bandwidth
+        results[name] = {"us": taken * 1e6, "ratio": taken / floor, "error": found}
+        target = str(TARGETS.get(name, ""))
+        print(f"{name:26}{taken * 1e6:8.1f}{floor * 1e6:8.1f}{taken / floor:7.2f}{target:>8}{found:10.1e}")
+    print(f"{'call':26}{'us':>8}{'TFLOP/s':>9}{'of product':>11}{'error':>10}")
+    for seqs, new, past in PREFILL:
+        name = f"prefill {seqs} x {new}" + (f" after {past}" if past else "")
+        operations = 4 * HEADS * HEAD_DIM * seqs * (new * past + new * (new + 1) / 2)
+        taken, found = measure(operator, seqs, new, past, args.block_size)
+        speed = operations / taken
+        results[name] = {"us": taken * 1e6, "tflops": speed / 1e12, "error": found}
+        print(f"{name:26}{taken * 1e6:8.0f}{speed / 1e12:9.0f}{speed / rate:11.2f}{found:10.1e}")
+        for other, theirs in torch_attentions(seqs, new) if not past else ():
+            results[f"{name}, {other}"] = {"us": theirs * 1e6, "tflops": operations / theirs / 1e12}
+            print(f"{'  ' + other:26}{theirs * 1e6:8.0f}{operations / theirs / 1e12:9.0f}")
+    met = all(results[name]["us"] <= limit for name, limit in TARGETS.items())
+    met &= results["prefill 1 x 4096"]["tflops"] >= MIN_RATE
+    print(f"targets {'met' if met else 'missed'}: {TARGETS} us, prefill of 4096 at {MIN_RATE} TFLOP/s or more")
+    print(json.dumps({"copy_tb_s": bandwidth / 1e12, "product_tflops": rate / 1e12, "met": met, "calls": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Paged attention on CUDA through an onnxruntime-gpu session, bound to fixed addresses and in a CUDA graph."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+from plugins.cuda_build import cuda_library
+from plugins.paged_attention import reference, schema
+from plugins.paged_attention.cuda_calls import Operands
+from plugins.paged_attention.reference import Attributes, Inputs
+
+from .conftest import ONNX_TYPES, Case, Sequence
+from .cuda_operands import LIMITS, check_caches, of_type, on_device, poisoned
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif("CUDAExecutionProvider" not in ort.get_available_providers(), reason="needs onnxruntime-gpu"),
+]
+
+ATTRIBUTES = Attributes(num_heads=8, kv_num_heads=2)
+CASE = Case(
+    seed=3,
+    sequences=(Sequence(1, 700), Sequence(150, 0), Sequence(3, 90)),
+    attributes=ATTRIBUTES,
+    head_dim=128,
+    block_size=16,
+    key_dtype="float16",
+    value_dtype="float16",
+    rotary_dim=128,
+)
+STATE = {"key_cache_out": "key_cache", "value_cache_out": "value_cache"}
+
+
+@pytest.fixture(params=["float16", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def session(dtype: str, attributes: Attributes, graph: bool = False) -> ort.InferenceSession:
+    major, minor = torch.cuda.get_device_capability()
+    given = [spec for spec in schema.INPUTS if "scale" not in spec.name and spec.name not in ("cos_cache", "sin_cache")]
+    names = [spec.name if spec in given else "" for spec in schema.INPUTS]
+    types = {spec.name: "int32" if spec.dtypes == ("int32",) else dtype for spec in given}
+    outputs = dict.fromkeys(("output", *STATE), dtype)
+    values = {field.name: getattr(attributes, field.name) for field in fields(attributes)}
+    node = helper.make_node(schema.OP_TYPE, names, list(outputs), domain=schema.DOMAIN, **values)
+    described = [
+        [helper.make_tensor_value_info(name, ONNX_TYPES[one], None) for name, one in side.items()]
+        for side in (types, outputs)
+    ]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(schema.DOMAIN, schema.SINCE_VERSION)]
+    model = helper.make_model(helper.make_graph([node], "one_node", *described), opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.register_custom_ops_library(str(cuda_library([f"sm_{major}{minor}"])))
+    cuda = ("CUDAExecutionProvider", {"enable_cuda_graph": "1" if graph else "0"})
+    return ort.InferenceSession(model.SerializeToString(), options, providers=[cuda])
+
+
+def bound(one: ort.InferenceSession, operands: Operands, output: "torch.Tensor", in_place: bool) -> ort.IOBinding:
+    binding = one.io_binding()
+    own = {name: getattr(operands, name) for name in STATE.values()}
+    for node in one.get_inputs():
+        bind(binding.bind_input, node.name, getattr(operands, node.name))
+    bind(binding.bind_output, "output", output)
+    for name, source in STATE.items():
+        if in_place:
+            bind(binding.bind_output, name, own[source])
+        else:
+            binding.bind_output(name, "cuda")
+    return binding
+
+
+def bind(to: Callable[..., None], name: str, tensor: "torch.Tensor") -> None:
+    types = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.int32: "int32"}
+    to(name, "cuda", 0, int(getattr(TensorProto, types[tensor.dtype].upper())), tuple(tensor.shape), tensor.data_ptr())
+
+
+def check(inputs: Inputs, output: "torch.Tensor", dtype: str) -> None:
+    expected = reference.paged_attention(inputs, ATTRIBUTES)[0]
+    error = np.abs(output.double().cpu().numpy() - expected).max() / np.abs(expected).max()
+    assert error <= LIMITS[dtype], f"error {error:.2e}"
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_session_equals_reference(dtype: str, in_place: bool) -> None:
+    inputs = of_type(CASE, dtype)
+    operands = on_device(inputs)
+    output = poisoned(operands, ATTRIBUTES)
+    one = session(dtype, ATTRIBUTES)
+    one.run_with_iobinding(bound(one, operands, output, in_place))
+    check(inputs, output, dtype)
+    if in_place:
+        check_caches(inputs, operands, ATTRIBUTES)
+    else:
+        fresh = on_device(inputs)
+        assert torch.equal(operands.key_cache.view(torch.int16), fresh.key_cache.view(torch.int16)), "inputs stay"
+
+
+def test_cuda_graph_follows_new_inputs(dtype: str) -> None:
+    """The third run replays what the second captured, over buffers with other lengths."""
+    case = replace(CASE, sequences=(Sequence(1, 500), Sequence(1, 3), Sequence(1, 90)))
+    operands = on_device(of_type(case, dtype))
+    output = poisoned(operands, ATTRIBUTES)
+    one = session(dtype, ATTRIBUTES, graph=True)
+    binding = bound(one, operands, output, in_place=True)
+    for _ in range(2):
+        one.run_with_iobinding(binding)
+    inputs = of_type(replace(case, seed=8), dtype)
+    inputs = replace(inputs, past_seqlens=np.array([450, 2, 81], np.int32))
+    table, past = inputs.block_table, inputs.past_seqlens
+    slots = np.array([table[seq, p // 16] * 16 + p % 16 for seq, p in enumerate(past)], np.int32)
+    inputs = replace(inputs, slot_mapping=slots)
+    fresh = on_device(inputs)
+    for name in ("query", "key", "value", "key_cache", "value_cache", "past_seqlens", "block_table", "slot_mapping"):
+        getattr(operands, name).copy_(getattr(fresh, name))
+    output.fill_(float("nan"))
+    torch.cuda.synchronize()
+    one.run_with_iobinding(binding)
+    check(inputs, output, dtype)
+
+
+def test_errors_name_what_is_wrong() -> None:
+    operands = on_device(of_type(replace(CASE, block_size=8), "float16"))
+    one = session("float16", ATTRIBUTES)
+    with pytest.raises(Exception, match="block size does not suit the CUDA kernels: expected a multiple of 16"):
+        one.run_with_iobinding(bound(one, operands, poisoned(operands, ATTRIBUTES), in_place=True))
+    short = replace(operands, past_seqlens=operands.past_seqlens[:2])
+    with pytest.raises(Exception, match=r"cumulative_sequence_length has the wrong shape"):
+        one.run_with_iobinding(bound(one, short, poisoned(operands, ATTRIBUTES), in_place=True))
