@@ -102,7 +102,7 @@ def _compile(nvcc: list[str], architectures: tuple[str, ...], library: Path) -> 
             numbers = [ARCHITECTURES[one] for one in architectures if one in ONLY_ON.get(source, architectures)]
             # Without one of its architectures a source still has its host code.
             codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers or [ARCHITECTURES[architectures[0]]]]
-            commands.append([*nvcc, *_FLAGS, *codes, "-c", str(ROOT / source), "-o", target])
+            commands.append([*nvcc, *_FLAGS, "--split-compile=0", *codes, "-c", str(ROOT / source), "-o", target])
         run_all(commands, "CUDA compiler")
         linked = folder / library.name
         run_all([[*nvcc, "-shared", "-cudart", "static", *objects, "-o", str(linked)]], "CUDA compiler")
