@@ -63,16 +63,39 @@ class CudaLinear:
         y = x.new_empty(x.shape[0], weight.shape[0] // 2) if out is None else out
         return self._launch(x, weight, bias, y, swiglu=True)
 
-    def _launch(
+    def by_library(
         self, x: "torch.Tensor", weight: "torch.Tensor", bias: "torch.Tensor | None", y: "torch.Tensor", swiglu: bool
     ) -> "torch.Tensor":
+        """Either product by cuBLAS, as the operators take it for more rows. Slow: starts cuBLAS each time, waits."""
+        packed = x.new_empty(x.shape[0], weight.shape[0])
+        self._library.kiln_cuda_linear_library.restype = ctypes.c_char_p
+        call = self._call(x, weight, bias, y, swiglu)
+        stream = ctypes.c_void_p(_stream())
+        problem = self._library.kiln_cuda_linear_library(ctypes.byref(call), ctypes.c_void_p(packed.data_ptr()), stream)
+        if problem:
+            raise KilnError(f"the product failed: {problem.decode()}")
+        return y
+
+    def _call(
+        self, x: "torch.Tensor", weight: "torch.Tensor", bias: "torch.Tensor | None", y: "torch.Tensor", swiglu: bool
+    ) -> _Linear:
         import torch
 
         pointers = [None if t is None else t.data_ptr() for t in (x, weight, bias, y, self._scratch)]
-        call = _Linear(*pointers, *x.shape, y.shape[1], swiglu, int(x.dtype == torch.bfloat16))
+        return _Linear(*pointers, *x.shape, y.shape[1], swiglu, int(x.dtype == torch.bfloat16))
+
+    def _launch(
+        self, x: "torch.Tensor", weight: "torch.Tensor", bias: "torch.Tensor | None", y: "torch.Tensor", swiglu: bool
+    ) -> "torch.Tensor":
+        call = self._call(x, weight, bias, y, swiglu)
         if problem := self._library.kiln_cuda_linear_unsupported(ctypes.byref(call)):
             raise KilnError(f"the CUDA kernels cannot do this product: {problem.decode()}")
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        if error := self._run(ctypes.byref(call), stream):
+        if error := self._run(ctypes.byref(call), ctypes.c_void_p(_stream())):
             raise KilnError(f"the product failed: CUDA error {error}")
         return y
+
+
+def _stream() -> int:
+    import torch
+
+    return int(torch.cuda.current_stream().cuda_stream)

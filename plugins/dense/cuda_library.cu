@@ -123,3 +123,13 @@ const char* LinearLibrary::run(const Linear& call, void* packed, cudaStream_t st
 }
 
 }  // namespace kiln::cuda
+
+// For tests: the product by a cuBLAS of its own, done when this returns. Null, or what failed.
+extern "C" __attribute__((visibility("default"))) const char* kiln_cuda_linear_library(const kiln::cuda::Linear* call,
+                                                                                       void* packed, void* stream) {
+  const char* problem = nullptr;
+  const kiln::cuda::LinearLibrary library(&problem);
+  if (!problem) problem = library.run(*call, packed, static_cast<cudaStream_t>(stream));
+  if (!problem && cudaStreamSynchronize(static_cast<cudaStream_t>(stream)) != cudaSuccess) problem = "the device failed";
+  return problem;
+}
