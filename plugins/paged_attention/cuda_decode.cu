@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(256, 1)
   decoder.load_entries(ahead);
   decoder.load_later_entries(ahead);
   uint32_t q[kColumns][kHeadDim / 16][2];
-  uint4 held[Decoder<T, kHeadDim, kColumns>::kHeld];
+  using Decoding = Decoder<T, kHeadDim, kColumns>;
+  typename Decoding::Held held[Decoding::kHeld];
   DecodeResult<T, kHeadDim, kColumns> result;
   decoder.load_query(cursor.of, cursor.row, held);
   decoder.share_query(held, q);

@@ -13,6 +13,8 @@
 // How rounds are cut depends on the lengths of all sequences of the call, so the last bits of a result do, too.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda_decode_work.cuh"
 
 namespace kiln::cuda {
@@ -22,6 +24,8 @@ struct Decoder {
   using Layout = DecodeLayout<kHeadDim>;
   static constexpr int kSteps = kHeadDim / 16, kRow = Layout::kRow, kTile = Layout::kTile, kRows = 8 * kColumns;
   static constexpr int kVectors = kHeadDim / 8, kRegisters = Layout::kRegisters, kPart = Layout::kPart;
+  // Where registers suffice, queries are turned only when they are needed.
+  using Held = std::conditional_t<kColumns == 1, Unrotated<T>, uint4>;
   static constexpr int kHeld = (kRows * kVectors + Layout::kMinThreads - 1) / Layout::kMinThreads;
 
   const PagedAttention& call;
@@ -85,7 +89,7 @@ struct Decoder {
   }
 
   // This thread's vectors of the query rows `row` on, rotated: on their way while other things are done.
-  __device__ __forceinline__ void load_query(const Sequence& of, int row, uint4 (&held)[kHeld]) const {
+  __device__ __forceinline__ void load_query(const Sequence& of, int row, Held (&held)[kHeld]) const {
 #pragma unroll
     for (int i = 0; i < kHeld; i++) {
       const int e = threadIdx.x + i * blockDim.x;
@@ -93,17 +97,23 @@ struct Decoder {
       const int r = min(row + e / kVectors, of.count * group - 1), token = r / group;
       const T* from = static_cast<const T*>(call.query) + (of.first + token) * call.query_stride +
                       (head * group + r % group) * kHeadDim;
-      held[i] = rotated_vector(call, from, e % kVectors * 8, of.past + token);
+      const Unrotated<T> loaded(call, from, e % kVectors * 8, of.past + token);
+      if constexpr (kColumns == 1) held[i] = loaded;
+      else held[i] = loaded.rotated();
     }
   }
 
   // Passes them through shared memory: each lane gets its parts of the B operand.
-  __device__ __forceinline__ void share_query(const uint4 (&held)[kHeld], uint32_t (&q)[kColumns][kSteps][2]) const {
+  __device__ __forceinline__ void share_query(const Held (&held)[kHeld], uint32_t (&q)[kColumns][kSteps][2]) const {
     const uint32_t rows = shared_address(merging);
 #pragma unroll
     for (int i = 0; i < kHeld; i++) {
       const int e = threadIdx.x + i * blockDim.x;
-      if (e < kRows * kVectors) store_shared(rows + e / kVectors * kRow + e % kVectors * 16, held[i]);
+      if (e >= kRows * kVectors) break;
+      uint4 vector;
+      if constexpr (kColumns == 1) vector = held[i].rotated();
+      else vector = held[i];
+      store_shared(rows + e / kVectors * kRow + e % kVectors * 16, vector);
     }
     __syncthreads();
 #pragma unroll

@@ -175,29 +175,53 @@ __device__ __forceinline__ uint32_t rotated_pair(const PagedAttention& call, con
   return Numbers<T>::pack(x.x, x.y);
 }
 
-// Eight of them (dim a multiple of 8), rounded; with wide loads where the halves allow it.
+// Eight of them (dim a multiple of 8) before they are turned, so that other things can be done while loads are on their
+// way. Loads are wide where the halves allow it; else this holds what is turned already.
 template <typename T>
-__device__ __forceinline__ uint4 rotated_vector(const PagedAttention& call, const T* head, int dim, int position) {
-  const int half = call.rotary_half;
-  const uint4 x = __ldg(reinterpret_cast<const uint4*>(head + dim));
-  if (dim >= 2 * half) return x;
-  if (call.interleaved || half % 8 != 0)
-    return {rotated_pair(call, head, dim, position), rotated_pair(call, head, dim + 2, position),
-            rotated_pair(call, head, dim + 4, position), rotated_pair(call, head, dim + 6, position)};
-  const bool upper = dim >= half;
-  const int at = upper ? dim - half : dim;
-  const uint4 y = __ldg(reinterpret_cast<const uint4*>(head + (upper ? dim - half : dim + half)));
-  const size_t row = static_cast<size_t>(min(position, call.positions - 1)) * half + at;
-  const float4* cos = reinterpret_cast<const float4*>(call.cos + row);
-  const float4* sin = reinterpret_cast<const float4*>(call.sin + row);
-  const float4 c[2] = {__ldg(cos), __ldg(cos + 1)}, s[2] = {__ldg(sin), __ldg(sin + 1)};
-  const float sign = upper ? 1.0f : -1.0f;
-  auto turn = [&](uint32_t own, uint32_t other, float c0, float c1, float s0, float s1) {
+struct Unrotated {
+  uint4 x, y;  // y: what x is turned with
+  float4 c[2], s[2];
+  float sign;  // of y's share; 0: x is not to be turned
+
+  __device__ __forceinline__ Unrotated() {}
+  __device__ __forceinline__ Unrotated(const PagedAttention& call, const T* head, int dim, int position) {
+    const int half = call.rotary_half;
+    const bool plain = dim >= 2 * half;
+    sign = 0;
+    if (!plain && (call.interleaved || half % 8 != 0)) {
+      x = {rotated_pair(call, head, dim, position), rotated_pair(call, head, dim + 2, position),
+           rotated_pair(call, head, dim + 4, position), rotated_pair(call, head, dim + 6, position)};
+      return;
+    }
+    x = __ldg(reinterpret_cast<const uint4*>(head + dim));
+    if (plain) return;
+    const bool upper = dim >= half;
+    const int at = upper ? dim - half : dim;
+    y = __ldg(reinterpret_cast<const uint4*>(head + (upper ? dim - half : dim + half)));
+    const size_t row = static_cast<size_t>(min(position, call.positions - 1)) * half + at;
+    const float4* cos = reinterpret_cast<const float4*>(call.cos + row);
+    const float4* sin = reinterpret_cast<const float4*>(call.sin + row);
+    c[0] = __ldg(cos), c[1] = __ldg(cos + 1);
+    s[0] = __ldg(sin), s[1] = __ldg(sin + 1);
+    sign = upper ? 1.0f : -1.0f;
+  }
+  __device__ __forceinline__ uint4 rotated() const {
+    if (sign == 0) return x;
+    return {turned(x.x, y.x, c[0].x, c[0].y, s[0].x, s[0].y), turned(x.y, y.y, c[0].z, c[0].w, s[0].z, s[0].w),
+            turned(x.z, y.z, c[1].x, c[1].y, s[1].x, s[1].y), turned(x.w, y.w, c[1].z, c[1].w, s[1].z, s[1].w)};
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t turned(uint32_t own, uint32_t other, float c0, float c1, float s0,
+                                             float s1) const {
     const float2 a = Numbers<T>::unpack(own), b = Numbers<T>::unpack(other);
     return Numbers<T>::pack(a.x * c0 + sign * (b.x * s0), a.y * c1 + sign * (b.y * s1));
-  };
-  return {turn(x.x, y.x, c[0].x, c[0].y, s[0].x, s[0].y), turn(x.y, y.y, c[0].z, c[0].w, s[0].z, s[0].w),
-          turn(x.z, y.z, c[1].x, c[1].y, s[1].x, s[1].y), turn(x.w, y.w, c[1].z, c[1].w, s[1].z, s[1].w)};
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ uint4 rotated_vector(const PagedAttention& call, const T* head, int dim, int position) {
+  return Unrotated<T>(call, head, dim, position).rotated();
 }
 
 // The block table's entry for a position, and the block that it stands for.

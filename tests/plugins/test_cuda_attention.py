@@ -14,7 +14,7 @@ from plugins.paged_attention.cuda_calls import MEASURED, CudaAttention
 from plugins.paged_attention.reference import Attributes, Inputs
 
 from .conftest import Case, Sequence
-from .cuda_operands import INDICES, LIMITS, check_caches, of_type, on_device, on_host, poisoned
+from .cuda_operands import INDICES, check_caches, check_output, of_type, on_device, on_host, poisoned
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -71,9 +71,7 @@ def check(operator: CudaAttention, case: Case, dtype: str, decode_rows: int = ME
         key_cache=on_host(operands.key_cache, inputs.key_cache),
         value_cache=on_host(operands.value_cache, inputs.value_cache),
     )
-    expected, found = expected_output(after, attributes), output.double().cpu().numpy()
-    error = np.abs(found - expected).max() / np.abs(expected).max()
-    assert error <= LIMITS[dtype], f"error {error:.2e}"
+    check_output(output, expected_output(after, attributes), dtype)
 
 
 @pytest.mark.parametrize("decode_rows", [MEASURED, DECODE, PREFILL])
@@ -169,8 +167,7 @@ def test_a_captured_graph_follows_the_lengths(operator: CudaAttention) -> None:
     output.fill_(float("nan"))
     graph.replay()
     expected = expected_output(reference.written(inputs, case.attributes), case.attributes)
-    error = np.abs(output.double().cpu().numpy() - expected).max() / np.abs(expected).max()
-    assert error <= LIMITS["float16"]
+    check_output(output, expected, "float16")
 
 
 def test_equal_calls_give_equal_bits(operator: CudaAttention) -> None:
