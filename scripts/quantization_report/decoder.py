@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from passes.graph import graph_from_path
-from passes.quantization.layers import layers_of
 from pipeline.gate.graphs import graph_file_from_path
 from pipeline.gate.keep import rank_layers
 from pipeline.gate.layers import decoder_layers
@@ -54,6 +52,8 @@ class Decoder:
     measure: LanguageMeasure
     made: dict[str, Made]
     figures: dict[str, Figures]
+    sensitive: list[str]
+    """Layers that W8A8 with calibrated ranges keeps float."""
     tables: list[Path]
     """The calibration table, once there is one: it is the same for all variants."""
 
@@ -78,7 +78,7 @@ def opened(name: str, spec: str, setting: Setting) -> Decoder:
     material = material_from_corpora(setting.corpora, maker.tokenizer, context, setting.quick)
     with setting.progress.stage("FP32's logits"):
         measure = LanguageMeasure(maker.parent.path, material, setting.threads)
-    return Decoder(name, maker, measure, {}, {}, [])
+    return Decoder(name, maker, measure, {}, {}, [], [])
 
 
 def accuracy(decoder: Decoder, setting: Setting, variants: Sequence[Variant] = VARIANTS) -> Findings:
@@ -92,7 +92,7 @@ def accuracy(decoder: Decoder, setting: Setting, variants: Sequence[Variant] = V
         search = "latency" if setting.times and not variant.static else "all"
         config = replace(variant.config, text=text, generate=_GATE_TOKENS, search=search)
         if variant.static:
-            config = replace(config, keep=_sensitive(decoder, config, setting))
+            config = replace(config, plan=_plan_without_sensitive(decoder, config, setting))
         made = decoder.make(variant.name, config)
         with setting.progress.stage(f"judge {variant.name}"):
             figures = decoder.measure(made.bundle.path)
@@ -102,20 +102,23 @@ def accuracy(decoder: Decoder, setting: Setting, variants: Sequence[Variant] = V
     return _table(decoder, setting, verdicts)
 
 
-def _sensitive(decoder: Decoder, config: QuantizeConfig, setting: Setting) -> tuple[str, ...]:
-    """The layers that add most noise when all are quantised, as the gate ranks them: as many as may stay float.
+def _plan_without_sensitive(decoder: Decoder, config: QuantizeConfig, setting: Setting) -> Path:
+    """The plan of all layers but those that add most noise when all are quantised: as many of them as may stay float.
 
-    Ranked on one text, without the gate; the ends, which keep float activations anyway, count among those that stay.
+    Ranked as the gate does, on one text; the ends, which keep float activations anyway, count among those that stay.
     """
     every = decoder.make("w8a8, every layer", config, asks_gate=False)
-    path = decoder.maker.parent.engine_path
+    plan, path = every.planned.plan, decoder.maker.parent.engine_path
     text = next(iter(decoder.measure.material.windows.values()))[0]
     with setting.progress.stage("rank layers"):
         graphs = [graph_file_from_path(found) for found in (path, every.bundle.engine_path)]
         rows, _ = decoder_layers(*graphs, [text], 128, setting.threads)
-    layers = layers_of(graph_from_path(path))
-    spare = int((1 - INTEGERS) * len(layers)) - 2
-    return tuple(name for name in rank_layers([rows]) if every.planned.plan.of(name).scheme == "w8a8")[:spare]
+    spare = int((1 - INTEGERS) * len(every.planned.layers)) - 2
+    decoder.sensitive += [name for name in rank_layers([rows]) if plan.of(name).scheme == "w8a8"][:spare]
+    setting.progress.note(f"kept float: {', '.join(decoder.sensitive)}")
+    target = decoder.maker.folder / "plan.toml"
+    target.write_text(plan.keeping(decoder.sensitive, "adds most noise").to_toml(), encoding="utf-8")
+    return target
 
 
 def _verdicts(variant: Variant, made: Made, figures: Figures) -> list[Verdict]:

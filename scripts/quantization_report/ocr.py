@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from passes_report import material
 from passes_report.cases import cls_checks, cls_inputs, det_inputs, ocr_model, outputs, rec_checks, rec_inputs
 
+from pipeline.calibration import CalibrationConfig
+from pipeline.calibration.ranges import Method, RangeConfig
 from pipeline.quantize.config import QuantizeConfig
 from pipeline.verify import Feeds
 from plugins.errors import KilnError
@@ -44,6 +46,8 @@ class _Reader:
     others: Callable[[], list[NDArray]]
     """What it is calibrated on, which is not among `inputs`."""
     judge: Callable[[Path, Path], list[Verdict]]
+    method: Method = "minmax"
+    """Of ranges."""
 
 
 def ocr(setting: Setting) -> list[Findings]:
@@ -76,7 +80,8 @@ def _read(reader: _Reader, setting: Setting) -> tuple[list[tuple[str, ...]], lis
     inputs = folder / "inputs.npz"
     np.savez(inputs, **reader.inputs()[0])
     maker = maker_for(reader.name, str(_converted(ocr_model(reader.file)(folder), folder)), setting, inputs)
-    config = QuantizeConfig("w8a8", specs=(str(calibration),), search=search_of(setting))
+    ranges = CalibrationConfig(ranges=RangeConfig(reader.method))
+    config = QuantizeConfig("w8a8", specs=(str(calibration),), calibration=ranges, search=search_of(setting))
     try:
         made, verdicts = _made(reader, maker, config)
     except KilnError as error:
@@ -146,6 +151,7 @@ READERS = (
         det_inputs,
         lambda: [material.text_page(w, h) for w, h in ((320, 320), (480, 320), (640, 640), (320, 640), (512, 384))],
         _det_judge,
+        "mse",
     ),
     _Reader(
         "pp-ocr-rec",

@@ -22,9 +22,10 @@ def page(command: str, machine: str, origin: str, findings: Sequence[Findings]) 
         "",
         f"    {command}",
         "",
-        f"from `scripts/quantization_report/guide.md`, on {machine}. Texts: {origin}. Every quantised bundle of a model is made from one float bundle, by the "
-        "functions that `build-engine --quant` calls, and calibrated, where it needs ranges, on Python's documentation "
-        "unless its table says otherwise; the gate's limits are its own.",
+        f"from `scripts/quantization_report/guide.md` on {machine}. Texts: {origin}. Every quantised "
+        "bundle of a model is made from one float bundle, by the functions that `build-engine --quant` calls, and "
+        "calibrated, where it needs ranges, on Python's documentation unless its table says otherwise; the "
+        "gate's limits are its own.",
         "",
         summary,
         "",

@@ -68,7 +68,7 @@ def _calibrated(decoder: Decoder, name: str, file: Path, setting: Setting) -> tu
         calibration=CalibrationConfig(override_coverage=True),
         smooth="search",
         search="all",
-        keep=decoder.made["w8a8"].planned.config.keep if "w8a8" in decoder.made else (),
+        keep=tuple(decoder.sensitive),
     )
     made = replace(decoder.maker, asks_gate=False).make(f"w8a8, {name}", config)
     with setting.progress.stage(f"judge {name}"):
