@@ -24,7 +24,7 @@ struct Linear {
   Element element;
 };
 
-// Of so many rows at most; beyond, a library's product is as fast or faster (measured on an H200).
+// Of so many rows at most; beyond, cuBLAS is as fast or faster (measured on an H200).
 constexpr int64_t kLinearRows = 32;
 
 // What `scratch` must hold on the current device, for calls of any shape. Zero on failure.

@@ -2,9 +2,10 @@
 // two warpgroups multiply with wgmma. The weight's rows are the 64 rows of wgmma, so that a few rows of x waste
 // nothing, and x is its narrow operand. Knows nothing of how the work is divided (cuda_work.cuh).
 //
-// The ring is small enough for two launches on one multiprocessor: the next product's first weights arrive while this
-// one and the small kernels in between come to their end. The next launch is let in at the very start: let in late, its
-// blocks find multiprocessors that are already empty and crowd there (measured: a product of 235 MB in 64 us, not 56).
+// The ring takes most of a multiprocessor's shared memory, for two reasons. It hides what lies between one product's last
+// byte and the next one's first: blocks of the next launch start where blocks of this one end, and fill their rings
+// while they wait. And no two blocks of a launch can meet on one multiprocessor, which would then take twice as long
+// as the others: rings of 100 KB did that wherever a launch found some of the multiprocessors taken, by attention say.
 #pragma once
 
 #include <cuda.h>
@@ -19,8 +20,8 @@ constexpr int kHopperThreads = (kConsumers + 1) * kWarp;
 
 template <int kRows>
 struct Ring {
-  static constexpr int kStages = kRows <= 16 ? 6 : 5;  // about 100 KB
   static constexpr int kWeightBytes = kTileRows * kStepBytes, kBytes = kWeightBytes + kRows * kStepBytes;
+  static constexpr int kStages = 200 * 1024 / kBytes;
   static constexpr size_t kSharedBytes = kStages * kBytes + kSharedAlignment;
 };
 
@@ -155,7 +156,7 @@ __device__ void multiply_steps(int count, uint32_t ring, uint64_t* full, uint64_
 }
 
 template <typename T, int kRows, bool kSwiGlu>
-__global__ void __launch_bounds__(kHopperThreads, 2)
+__global__ void __launch_bounds__(kHopperThreads, 1)
     linear_hopper(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x,
                   const __grid_constant__ LinearWork work) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

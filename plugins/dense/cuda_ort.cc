@@ -127,7 +127,7 @@ Operator make_operator(int element) {
   op.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int { return i == kBias ? kOptional : kRequired; };
   op.CreateKernelV2 = [](const OrtCustomOp* base, OrtApi api, const OrtKernelInfo* info, void** kernel) {
     return guarded(api, Which::kName, [&] {
-      const int64_t rows = attribute(api, info, "kernel_rows", cuda::kLinearRows);
+      const int64_t rows = attribute(api, info, "kernel_rows", int64_t{0});
       if (rows < 0 || rows > cuda::kLinearRows)
         fail("kernel_rows must be 0 (always cuBLAS) to ", cuda::kLinearRows, ": found ", rows);
       const int element = static_cast<const Operator*>(base)->element;

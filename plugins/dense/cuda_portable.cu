@@ -1,6 +1,8 @@
 // Launches the portable product.
 #include "cuda_portable.cuh"
 
+#include <algorithm>
+
 #include "cuda_kernels.cuh"
 
 namespace kiln::cuda {
@@ -13,11 +15,13 @@ struct LaunchPortable {
 
   template <typename T, int kRows, bool kSwiGlu>
   cudaError_t run() const {
-    constexpr size_t kBytes = PortableRing<T, kRows, kSwiGlu>::kSharedBytes;
+    // At least half of a multiprocessor's shared memory: two blocks of a launch would take twice as long there.
+    const size_t half = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / 2;
+    const size_t bytes = std::max(PortableRing<T, kRows, kSwiGlu>::kSharedBytes, half);
     const auto kernel = linear_portable<T, kRows, kSwiGlu>;
-    if (const cudaError_t error = allow_shared(kernel, kBytes); error != cudaSuccess) return error;
+    if (const cudaError_t error = allow_shared(kernel, bytes); error != cudaSuccess) return error;
     const PortableOperands operands = {call.x, call.weight, static_cast<int>(call.depth)};
-    return launch(kernel, dim3(work.blocks), dim3(kConsumers * kWarp), kBytes, stream, operands, work);
+    return launch(kernel, dim3(work.blocks), dim3(kConsumers * kWarp), bytes, stream, operands, work);
   }
 };
 

@@ -11,8 +11,9 @@ type, sums are float32 and rounded once.
                          such a product; they are not rounded in between
 
 The depth is a multiple of 8, and so is LinearSwiGlu's width. Up to `kernel_rows` rows (0 to 32) take Kiln's kernels,
-more take cuBLAS; which pays is measured for each SKU. With the kernels a row's result depends on that row alone, to the
-bit: not on the others nor on their number. With cuBLAS, LinearSwiGlu does round its two halves.
+more take cuBLAS; which pays is measured for each SKU, and until then all take cuBLAS. With the kernels a row's result
+depends on that row alone, to the bit: not on the others nor on their number. With cuBLAS, LinearSwiGlu does round its
+two halves, and the depth and width are free.
 """
 
 from plugins.spec import OperatorSpec, TensorSpec
@@ -27,7 +28,7 @@ LINEAR = OperatorSpec(
         TensorSpec("bias", ("width",), _HALF, optional=True),
     ),
     outputs=(TensorSpec("y", ("...", "width"), _HALF),),
-    attributes={"kernel_rows": 32},
+    attributes={"kernel_rows": 0},
 )
 LINEAR_SWIGLU = OperatorSpec(
     "LinearSwiGlu",
@@ -37,5 +38,5 @@ LINEAR_SWIGLU = OperatorSpec(
         TensorSpec("bias", ("2 * width",), _HALF, optional=True),
     ),
     outputs=(TensorSpec("y", ("...", "width"), _HALF),),
-    attributes={"kernel_rows": 32},
+    attributes={"kernel_rows": 0},
 )

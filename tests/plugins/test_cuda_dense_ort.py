@@ -1,5 +1,7 @@
 """The CUDA library's products and token-wise operators through onnxruntime-gpu, by kernels and by cuBLAS."""
 
+from collections.abc import Callable
+
 import numpy as np
 import onnxruntime as ort
 import pytest
@@ -22,6 +24,7 @@ pytestmark = [
 
 LIMITS = {"float16": 1.5e-3, "bfloat16": 1e-2}
 """Of ||y - reference|| / ||reference||: the rounding of y, and of what SwiGLU takes from cuBLAS."""
+Reference = Callable[..., NDArray[np.float64]]
 TYPES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 
 
@@ -37,9 +40,9 @@ def wide(tensor: "torch.Tensor") -> NDArray:
 class Session:
     """One node, whose operands are tensors on the device."""
 
-    def __init__(self, spec: OperatorSpec, inputs: int, dtype: str, graph: bool = False):
+    def __init__(self, spec: OperatorSpec, inputs: int, dtype: str, graph: bool = False, **attributes: int):
         names = [[one.name for one in side] for side in (spec.inputs[:inputs], spec.outputs)]
-        node = helper.make_node(spec.op_type, *names, domain=spec.domain)
+        node = helper.make_node(spec.op_type, *names, domain=spec.domain, **attributes)
         described = [[helper.make_tensor_value_info(name, TYPES[dtype], None) for name in side] for side in names]
         opsets = [helper.make_opsetid("", 20), helper.make_opsetid(spec.domain, spec.since_version)]
         model = helper.make_model(
@@ -70,13 +73,14 @@ def check(y: "torch.Tensor", expected: NDArray, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", sorted(TYPES))
 @pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("kernel_rows", [0, 32])
 @pytest.mark.parametrize(("spec", "reference"), [(LINEAR, linear), (LINEAR_SWIGLU, linear_swiglu)])
-def test_products(spec: OperatorSpec, reference: type, with_bias: bool, dtype: str) -> None:
+def test_products(spec: OperatorSpec, reference: Reference, kernel_rows: int, with_bias: bool, dtype: str) -> None:
     width, depth = 136, 200
     weight_rows = width if spec is LINEAR else 2 * width
     weight, bias = random(1, dtype, weight_rows, depth, scale=depth**-0.5), random(2, dtype, weight_rows)
     constants = [weight, bias] if with_bias else [weight]
-    session = Session(spec, 1 + len(constants), dtype)
+    session = Session(spec, 1 + len(constants), dtype, kernel_rows=kernel_rows)
     for shape in ((1,), (32,), (33,), (2, 70), (0,)):
         x = random(3, dtype, *shape, depth)
         y = torch.full((*shape, width), float("nan"), dtype=x.dtype, device="cuda")
@@ -87,7 +91,7 @@ def test_products(spec: OperatorSpec, reference: type, with_bias: bool, dtype: s
 
 @pytest.mark.parametrize("rows", [4, 40])
 def test_cuda_graph_follows_new_inputs(rows: int) -> None:
-    session = Session(LINEAR_SWIGLU, 2, "bfloat16", graph=True)
+    session = Session(LINEAR_SWIGLU, 2, "bfloat16", graph=True, kernel_rows=32)
     x, weight = random(1, "bfloat16", rows, 512), random(2, "bfloat16", 2048, 512, scale=0.05)
     y = torch.empty(rows, 1024, dtype=x.dtype, device="cuda")
     for seed in (3, 4, 5, 6):  # one plain run, one that captures, two replays
@@ -109,9 +113,11 @@ def test_token_wise_operators(dtype: str) -> None:
 
 
 def test_errors_name_what_is_wrong() -> None:
-    session = Session(LINEAR, 2, "float16")
+    session = Session(LINEAR, 2, "float16", kernel_rows=32)
     y = torch.empty(1, 8, dtype=torch.float16, device="cuda")
     with pytest.raises(Exception, match="weight has the wrong shape"):
         session.run([random(1, "float16", 1, 64), random(2, "float16", 8, 32)], [y])
     with pytest.raises(Exception, match="depth: expected a multiple of 8"):
         session.run([random(1, "float16", 1, 63), random(2, "float16", 8, 63)], [y])
+    with pytest.raises(Exception, match="kernel_rows must be 0"):
+        Session(LINEAR, 2, "float16", kernel_rows=33)
