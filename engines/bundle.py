@@ -75,21 +75,35 @@ def file_records(folder: Path) -> dict[str, FileRecord]:
 def open_bundle(path: Path) -> EngineBundle:
     """Verify a bundle completely and return it. Raises BundleError naming what is wrong."""
     while True:
-        folder = _inode(path)
-        try:
-            return _verified_bundle(path)
-        except OSError as error:
-            reason = BundleError(f"{path} cannot be read: {error}; check the path and its permissions")
-            reason.__cause__ = error
-        except BundleError as error:
-            reason = error
-        if _inode(path) == folder:  # else a builder replaced the bundle while we read it
-            raise reason
+        with _held(path) as folder:
+            try:
+                return _verified_bundle(path)
+            except OSError as error:
+                reason = BundleError(f"{path} cannot be read: {error}; check the path and its permissions")
+                reason.__cause__ = error
+            except BundleError as error:
+                reason = error
+            if _inode(path) == folder:  # else a builder replaced the bundle while we read it
+                raise reason
 
 
-def _inode(path: Path) -> tuple[int, int] | None:
+@contextmanager
+def _held(path: Path) -> Iterator[tuple[int, int] | None]:
+    """The folder's device and inode, which no other folder gets while it is held open, also if it is deleted."""
     try:
-        status = path.stat()
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        yield _inode(path)
+        return
+    try:
+        yield _inode(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _inode(path: Path | int) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
     except OSError:
         return None
     return status.st_dev, status.st_ino
