@@ -11,6 +11,7 @@ import click
 
 from engines.bundle import open_bundle
 from engines.manifest import Manifest
+from engines.runtime.allocator import share_one_malloc_arena
 from engines.runtime.opening import default_config
 from engines.server.auth import KeyRing
 from engines.server.config import ServerConfig
@@ -102,6 +103,7 @@ def serve_command(
         for path, name in zip(bundles, _each_named(bundles, names), strict=True)
     ]
     _require_different([str(spec.name) for spec in specs])
+    share_one_malloc_arena()
     _log_to_standard_error(log_requests)
     embeddings = {} if pooling is None else {str(spec.name): EmbeddingConfig(pooling=pooling) for spec in specs}
     asyncio.run(_serve(specs, (host, port), config, keys, embeddings, allow_anonymous))

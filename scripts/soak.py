@@ -23,6 +23,8 @@ from soaking.memory import Growth, MemoryWatch
 from soaking.outcomes import Outcomes
 from soaking.over_http import HttpSoak, Server
 
+from engines.runtime.allocator import share_one_malloc_arena
+
 GROWTH_LIMIT = 4.0
 """MiB an hour; a soak fails when that more is lost is sure,"""
 SETTLING = 3.0
@@ -31,6 +33,7 @@ SETTLE_SECONDS = 60
 
 
 def soak_engine(bundle: Path, seconds: float, seed: int, kv_blocks: int | None) -> dict[str, object]:
+    share_one_malloc_arena()  # as docs/serving.md advises
     outcomes = Outcomes()
     soak = EngineSoak(bundle, outcomes, seed, kv_blocks)
     with soak.engine:

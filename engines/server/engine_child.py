@@ -27,6 +27,7 @@ from typing import Any, BinaryIO, cast
 
 from numpy.typing import NDArray
 
+from engines.runtime.allocator import share_one_malloc_arena
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, RequestError, TokenChunk
 from engines.server.messages import (
@@ -187,6 +188,7 @@ class EngineChild:
 
 def main(descriptor: int) -> None:
     """Leaves without the interpreter's own end, which would wait for whatever a thread of a library still does."""
+    share_one_malloc_arena()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
