@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.base import StepInputs
+from engines.backends.memory import check_pool, shortage, shortage_in
 from engines.backends.probes import PREFIX, graph_with_probes
 from engines.backends.window import graph_with_window
 from engines.runtime.info import TensorInfo
-from engines.sku import host_memory
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import CACHE_ITEMSIZE, LOGITS, STEP_INPUTS, CacheDtype, KvSpec
 
@@ -62,6 +62,7 @@ class OnnxRuntimeDecoder:
         threads: threads of one step; None uses every CPU that this process may run on.
         optimized: False runs the graph as it is, without ONNX Runtime's own rewrites, to judge a graph by itself.
         config: session configuration entries of ONNX Runtime.
+        profile: where ONNX Runtime's own profile of the session goes, see `end_profile`; it costs some speed.
 
     Raises KilnError when the graph cannot be loaded, does not follow the schema, or memory is short.
     """
@@ -80,10 +81,11 @@ class OnnxRuntimeDecoder:
         threads: int | None = None,
         optimized: bool = True,
         config: Mapping[str, str] | None = None,
+        profile: Path | None = None,
     ) -> None:
         if provider != CPU:
             raise KilnError(f"the paged cache runs on {CPU} for now, found provider {provider}; build for --sku cpu")
-        _check_pool(kv, num_blocks + host_blocks)
+        check_pool(kv, num_blocks + host_blocks)
         self.kv = kv
         self.num_blocks = num_blocks
         self.host_blocks = host_blocks
@@ -91,7 +93,7 @@ class OnnxRuntimeDecoder:
         graph = None if window is None else graph_with_window(engine, window)
         if probes:
             graph = graph_with_probes(engine, probes)
-        self._session = session_from_file(engine, provider, plugins, threads, optimized, config, graph)
+        self._session = session_from_file(engine, provider, plugins, threads, optimized, config, graph, profile)
         _check_serving_graph(engine, self._session, kv, probes)
         outputs = {node.name: node for node in self._session.get_outputs()}
         self._vocabulary: int = outputs[LOGITS].shape[1]
@@ -117,7 +119,8 @@ class OnnxRuntimeDecoder:
     def step(self, inputs: StepInputs) -> NDArray[np.float32]:
         """Run one step and update the caches in place. Returns logits [rows, vocabulary], owned by the caller.
 
-        Raises ONNX Runtime's own error when the step fails; the sequences in it must then be given up.
+        Raises KilnError when memory is short and else ONNX Runtime's own error; the sequences in it must then be given
+        up.
         """
         if self._session is None:
             raise RuntimeError("the backend is closed")
@@ -127,7 +130,12 @@ class OnnxRuntimeDecoder:
             self._binding.bind_output(PREFIX + probe)  # anew: its shape changes with the step
         logits = np.empty((len(inputs.logits_indices), self._vocabulary), np.float32)
         self._binding.bind_output(LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        self._session.run_with_iobinding(self._binding)
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:
+            if shortage_in(error) is None:
+                raise
+            raise KilnError(f"a step of {len(inputs.input_ids)} tokens failed: {ort_message(error)}") from error
         return logits
 
     def probe(self, inputs: StepInputs) -> dict[str, NDArray[np.float32]]:
@@ -136,6 +144,10 @@ class OnnxRuntimeDecoder:
         first = len(self._caches)  # outputs come in the order in which they were bound
         values = self._binding.get_outputs()[first : first + len(self._probes)]
         return {**{name: value.numpy() for name, value in zip(self._probes, values, strict=True)}, LOGITS: logits}
+
+    def end_profile(self) -> Path:
+        """The JSON file of a session made with `profile`; nothing more is written to it."""
+        return Path(self._session.end_profiling())
 
     def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (from, to) one after the other; numbers from `num_blocks` on are the host blocks."""
@@ -169,8 +181,10 @@ class OnnxRuntimeDecoder:
                     caches[tensor.name] = value
                 except MemoryError as error:
                     size = self.num_blocks * self.kv.bytes_per_block / 2**30
+                    asked = self.num_blocks * self.kv.block_size * tensor.bytes_per_token
                     raise KilnError(
-                        f"the system refuses {size:.2f} GiB for {self.num_blocks} cache blocks; lower kv_blocks"
+                        f"the system refuses {size:.2f} GiB for {self.num_blocks} cache blocks, at {tensor.name}: "
+                        f"{shortage(asked)}; lower kv_blocks"
                     ) from error
                 self._binding.bind_ortvalue_input(tensor.name, value)
                 self._binding.bind_ortvalue_output(tensor.output_name, value)
@@ -192,8 +206,9 @@ class OnnxRuntimeModel:
         threads: int | None = None,
         optimized: bool = True,
         config: Mapping[str, str] | None = None,
+        profile: Path | None = None,
     ) -> None:
-        self._session = session_from_file(engine, provider, plugins, threads, optimized, config)
+        self._session = session_from_file(engine, provider, plugins, threads, optimized, config, profile=profile)
         for node in self._session.get_inputs():
             if node.type not in _NUMPY_TYPE:
                 raise KilnError(f"{engine}: input {node.name} is a {node.type}, which infer cannot feed")
@@ -216,6 +231,10 @@ class OnnxRuntimeModel:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
             raise KilnError(f"the model failed on inputs of shape {shapes}: {ort_message(error)}") from error
         return dict(zip(self._output_names, results, strict=True))
+
+    def end_profile(self) -> Path:
+        """The JSON file of a session made with `profile`; nothing more is written to it."""
+        return Path(self._session.end_profiling())
 
     def close(self) -> None:
         """Free the session. The backend is unusable afterwards; a second call does nothing."""
@@ -264,6 +283,7 @@ def session_from_file(
     optimized: bool = True,
     config: Mapping[str, str] | None = None,
     graph: bytes | None = None,
+    profile: Path | None = None,
 ) -> Any:
     """An ONNX Runtime session of a file, or of `graph`, which replaces it but uses the weights beside it.
 
@@ -295,6 +315,8 @@ def session_from_file(
     for key, value in (config or {}).items():
         options.add_session_config_entry(key, value)
     options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
     if graph is not None:
         options.add_session_config_entry(_WEIGHTS_FOLDER, str(engine.parent))
     for plugin in plugins:
@@ -319,20 +341,10 @@ def session_from_file(
 
 
 def ort_message(error: Exception) -> str:
-    """ONNX Runtime's message in one line, without its code and source position."""
+    """ONNX Runtime's message in one line, without its code and source position; of short memory with what there is."""
     text = " ".join(str(error).split())
-    return text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
-
-
-def _check_pool(kv: KvSpec, num_blocks: int) -> None:
-    if num_blocks < 1:
-        raise KilnError(f"the cache has {num_blocks} blocks; expected at least 1")
-    needed, memory = num_blocks * kv.bytes_per_block, host_memory()
-    if needed > memory:
-        raise KilnError(
-            f"{num_blocks} cache blocks of {kv.block_size} tokens need {needed / 2**30:.2f} GiB, this machine has "
-            f"{memory / 2**30:.2f} GiB; at most {memory // kv.bytes_per_block} blocks fit beside nothing else"
-        )
+    text = text.split(" : ", 3)[-1] if text.startswith("[ONNXRuntimeError]") else text
+    return text if (short := shortage_in(error)) is None else f"{text} ({short})"
 
 
 def _check_serving_graph(engine: Path, session: Any, kv: KvSpec, probes: Sequence[str]) -> None:
