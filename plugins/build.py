@@ -17,7 +17,7 @@ from pathlib import Path
 
 from plugins.compiling import ROOT as _ROOT
 from plugins.compiling import cache_folder as cache_folder
-from plugins.compiling import cached_library, content_key
+from plugins.compiling import cached_library, content_key, existing_library
 from plugins.compiling import run_all as _run_all
 from plugins.errors import KilnError
 
@@ -81,6 +81,11 @@ def cpu_library() -> Path:
     several processes at once.
     """
     return _library(_RELEASE)
+
+
+def current_cpu_library() -> Path | None:
+    """Path of the library if this content was compiled here before; compiles nothing. Raises `CompilerMissingError`."""
+    return existing_library(_key(_RELEASE, find_compiler()), _RELEASE.file_name)
 
 
 def sanitized_cpu_library() -> Path:

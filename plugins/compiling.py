@@ -38,9 +38,9 @@ def content_key(facts: object, root: Path, sources: Iterable[Path]) -> str:
 def cached_library(key: str, file_name: str, compile_to: Callable[[Path], None]) -> Path:
     """Path of the library of this key; `compile_to` makes it if it is not there, in one process at a time."""
     folder = cache_folder() / "plugins" / key
+    if found := existing_library(key, file_name):
+        return found
     library = folder / file_name
-    if library.exists():
-        return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -49,6 +49,12 @@ def cached_library(key: str, file_name: str, compile_to: Callable[[Path], None])
         if not library.exists():  # another process may have built it meanwhile
             compile_to(library)
     return library
+
+
+def existing_library(key: str, file_name: str) -> Path | None:
+    """Path of the library of this key if it was compiled before."""
+    library = cache_folder() / "plugins" / key / file_name
+    return library if library.exists() else None
 
 
 def run_all(commands: list[list[str]], compiler: str = "C++ compiler") -> None:

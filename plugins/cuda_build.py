@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from plugins.compiling import ROOT, cached_library, content_key, run_all
+from plugins.compiling import ROOT, cached_library, content_key, existing_library, run_all
 from plugins.errors import KilnError
 
 ARCHITECTURES: dict[str, str] = {
@@ -40,6 +40,7 @@ SOURCES = (
 ONLY_ON = {"paged_attention/cuda_hopper.cu": ("sm_90",), "dense/cuda_hopper.cu": ("sm_90",)}
 """Sources with nothing in them for other architectures."""
 
+_LIBRARY = "libkiln_cuda.so"
 _FLAGS = ("-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra", "-lineinfo")
 _INSTALL = "install the CUDA toolkit 12.8 or later (Debian, Ubuntu: cuda-nvcc-13-0 and cuda-cudart-dev-13-0)"
 
@@ -55,10 +56,12 @@ def cuda_library(architectures: Sequence[str] = tuple(ARCHITECTURES)) -> Path:
     """
     nvcc = find_nvcc()
     chosen = _known(architectures)
-    version = subprocess.run([*nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-    sources = [path for path in ROOT.rglob("*") if path.suffix in {".h", ".cc", ".cu", ".cuh"}]
-    key = content_key((nvcc[1:], version, chosen, SOURCES, ONLY_ON, _FLAGS), ROOT, sources)
-    return cached_library(key, "libkiln_cuda.so", lambda library: _compile(nvcc, chosen, library))
+    return cached_library(_key(nvcc, chosen), _LIBRARY, lambda library: _compile(nvcc, chosen, library))
+
+
+def current_cuda_library(architectures: Sequence[str] = tuple(ARCHITECTURES)) -> Path | None:
+    """Path of the library if this content was compiled here before; compiles nothing. Raises `NvccMissingError`."""
+    return existing_library(_key(find_nvcc(), _known(architectures)), _LIBRARY)
 
 
 def compile_to_ptx(source: str, architecture: str, target: Path) -> None:
@@ -82,6 +85,12 @@ def find_nvcc() -> list[str]:
     raise NvccMissingError(
         f"no CUDA compiler found (looked for nvcc on the path and in /usr/local/cuda/bin, NVCC is not set); {_INSTALL}"
     )
+
+
+def _key(nvcc: list[str], architectures: tuple[str, ...]) -> str:
+    version = subprocess.run([*nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    sources = [path for path in ROOT.rglob("*") if path.suffix in {".h", ".cc", ".cu", ".cuh"}]
+    return content_key((nvcc[1:], version, architectures, SOURCES, ONLY_ON, _FLAGS), ROOT, sources)
 
 
 def _known(architectures: Sequence[str]) -> tuple[str, ...]:
