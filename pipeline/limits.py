@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def best_limits(first: Limits, second: Limits) -> Limits:
 
 def measure_limits(threads: int) -> Limits:
     """Takes about 2 s and, for a moment, 512 MiB."""
-    rates = {shape: _product_rate(*shape, threads) for shape in _SHAPES}
+    rates = {shape: product_rate(*shape, threads) for shape in _SHAPES}
     best = max(rates, key=lambda shape: rates[shape])
     return Limits(
         read_bandwidth=read_bandwidth(threads=threads),
@@ -43,26 +44,35 @@ def measure_limits(threads: int) -> Limits:
     )
 
 
-def _product_rate(rows: int, inner: int, columns: int, threads: int, seconds: float = 0.25) -> float:
-    """Operations/s of the fastest of the calls that fit in `seconds`."""
+def product_rate(
+    rows: int, inner: int, columns: int, threads: int, seconds: float = 0.25, kind: Literal["fp32", "int8"] = "fp32"
+) -> float:
+    """Operations/s of the fastest of the calls that fit in `seconds`; of `int8` with sums in int32."""
     import onnx
     import onnxruntime
 
     generator = np.random.default_rng(0)
-    weight = generator.standard_normal((inner, columns), dtype=np.float32)
-    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    helper, types = onnx.helper, onnx.TensorProto
+    if kind == "int8":
+        name, x_type, y_type = "MatMulInteger", types.UINT8, types.INT32
+        weight = generator.integers(-127, 128, (inner, columns), np.int8)
+        x: Any = generator.integers(0, 128, (rows, inner), np.uint8)
+    else:
+        name, x_type, y_type = "MatMul", types.FLOAT, types.FLOAT
+        weight = generator.standard_normal((inner, columns), dtype=np.float32)
+        x = generator.standard_normal((rows, inner), dtype=np.float32)
     graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        [helper.make_node(name, ["x", "w"], ["y"])],
         "product",
-        [helper.make_tensor_value_info("x", kind, [rows, inner])],
-        [helper.make_tensor_value_info("y", kind, [rows, columns])],
+        [helper.make_tensor_value_info("x", x_type, [rows, inner])],
+        [helper.make_tensor_value_info("y", y_type, [rows, columns])],
         [onnx.numpy_helper.from_array(weight, "w")],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    feeds = {"x": generator.standard_normal((rows, inner), dtype=np.float32)}
+    feeds = {"x": x}
     session.run(None, feeds)
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:

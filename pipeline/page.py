@@ -50,10 +50,13 @@ def html_from_template(package: str, name: str, filters: Mapping[str, Callable[.
 
 def write_page(text: str, path: Path) -> None:
     """Raises KilnError where the page cannot be written."""
+    write_text(text, path, "HTML report")
+
+
+def write_text(text: str, path: Path, what: str) -> None:
+    """Write a file that a user asked for. Raises KilnError, which calls it `what`, where that cannot be done."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise KilnError(
-            f"the HTML report cannot be written to {path}: {error.strerror}; choose another path"
-        ) from error
+        raise KilnError(f"the {what} cannot be written to {path}: {error.strerror}; choose another path") from error

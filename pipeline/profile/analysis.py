@@ -1,0 +1,203 @@
+"""From what was recorded to what it means: each operator's place on the roofline, and what limits a phase.
+
+An operator is bound by what takes longer at best, its operations or its bytes; or by launching it, where both take less
+than any call of an operator does. A phase is bound by what most of its time goes to; the rest of it is the host's
+(scheduling, packing, choosing tokens) and the dispatch of operators, which counts as launching.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pipeline.operator_work import CallWork
+from pipeline.profile.ort_events import Run
+from pipeline.profile.recording import Pass
+from pipeline.profile.roofline import Roofline
+
+Bound = Literal["compute", "bandwidth", "launch", "host"]
+BOUNDS: tuple[Bound, ...] = ("compute", "bandwidth", "launch", "host")
+_LEAST_CALL = 2e-6
+"""Seconds that a call takes at least, where a phase has no operators without work to tell."""
+
+
+@dataclass(frozen=True)
+class OperatorTime:
+    """One node of the graph: median seconds of a pass, its work, and the least seconds that the work takes."""
+
+    name: str
+    operator: str
+    seconds: float
+    work: CallWork
+    best: float
+    bound: Bound
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One kind of pass. `seconds`, `host` and `dispatch` without the profiler; operators with it.
+
+    tokens      tokens, or samples, that one pass handles
+    seconds     median of a pass as its caller sees it
+    host        of it outside the backend
+    dispatch    of it in the backend, but in no operator
+    """
+
+    name: str
+    title: str
+    tokens: int
+    seconds: float
+    host: float
+    dispatch: float
+    operators: tuple[OperatorTime, ...]
+    passes: int
+    streamed: bool
+
+    @property
+    def in_operators(self) -> float:
+        return sum(operator.seconds for operator in self.operators)
+
+    @property
+    def coverage(self) -> float:
+        """Seconds in operators, measured with the profiler, by the seconds of a pass, measured without it."""
+        return self.in_operators / self.seconds
+
+    @property
+    def parts(self) -> dict[Bound, float]:
+        """Seconds by what bounds them."""
+        sums = {
+            bound: sum(operator.seconds for operator in self.operators if operator.bound == bound) for bound in BOUNDS
+        }
+        return {**sums, "launch": sums["launch"] + self.dispatch, "host": self.host}
+
+    @property
+    def verdict(self) -> Bound:
+        parts = self.parts
+        return max(BOUNDS, key=lambda bound: parts[bound])
+
+    @property
+    def best(self) -> float:
+        """Least seconds of all operators, one after the other."""
+        return sum(operator.best for operator in self.operators)
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """All nodes of one operator."""
+
+    operator: str
+    calls: int
+    seconds: float
+    operations: float
+    bytes: int
+    best: float
+    bound: Bound
+
+    @property
+    def intensity(self) -> float:
+        return self.operations / self.bytes if self.bytes else 0.0
+
+
+def phase_from_passes(
+    name: str,
+    title: str,
+    tokens: int,
+    plain: Sequence[Pass],
+    profiled: Sequence[Sequence[Run]],
+    works: Mapping[int, CallWork],
+    roofline: Roofline,
+) -> Phase:
+    """`plain` passes ran without the profiler; `profiled` has the runs of each with it, `works` go by node index."""
+    seconds = statistics.median(one.seconds for one in plain)
+    in_backend = statistics.median(one.in_backend for one in plain)
+    times: dict[int, list[float]] = {}
+    names: dict[int, tuple[str, str]] = {}
+    for runs in profiled:
+        spent: dict[int, float] = {}
+        for call in (call for run in runs for call in run.calls):
+            spent[call.index] = spent.get(call.index, 0.0) + call.seconds
+            names[call.index] = (call.name, call.operator)
+        for index, value in spent.items():
+            times.setdefault(index, []).append(value)
+    medians = {index: statistics.median(values) for index, values in times.items()}
+    streamed = sum(work.weights + work.cache for work in works.values()) > roofline.cached
+    idle = [medians[index] for index in medians if not works[index].bytes]
+    least = statistics.median(idle) if idle else _LEAST_CALL
+    operators = []
+    for index, (node, operator) in names.items():
+        work = works[index]
+        bound, best = bound_of(work, roofline, least, streamed), roofline.best(work, streamed)
+        operators.append(OperatorTime(node, operator, medians[index], work, best, bound))
+    total = sum(medians.values())
+    return Phase(
+        name,
+        title,
+        tokens,
+        seconds,
+        host=max(seconds - in_backend, 0.0),
+        dispatch=max(in_backend - total, 0.0),
+        operators=tuple(operators),
+        passes=len(plain),
+        streamed=streamed,
+    )
+
+
+def bound_of(work: CallWork, roofline: Roofline, least: float, streamed: bool) -> Bound:
+    """What limits an operator at best; `least` are the seconds that a call takes with nothing to do."""
+    computing, moving = roofline.computing(work), roofline.moving(work, streamed)
+    if max(computing, moving) < least:
+        return "launch"
+    return "compute" if computing >= moving else "bandwidth"
+
+
+def rows_from_phase(phase: Phase) -> list[OperatorRow]:
+    """By operator, the one that takes longest first; what bounds one is what bounds most of its time."""
+    groups: dict[str, list[OperatorTime]] = {}
+    for operator in phase.operators:
+        groups.setdefault(operator.operator, []).append(operator)
+    rows = []
+    for name, nodes in groups.items():
+        share = {bound: sum(node.seconds for node in nodes if node.bound == bound) for bound in BOUNDS}
+        rows.append(
+            OperatorRow(
+                name,
+                len(nodes),
+                sum(node.seconds for node in nodes),
+                sum(node.work.operations for node in nodes),
+                sum(node.work.bytes for node in nodes),
+                sum(node.best for node in nodes),
+                max(BOUNDS, key=lambda bound: share[bound]),
+            )
+        )
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def seconds_if(phase: Phase, roofline: Roofline, change: "Change") -> float:
+    """Seconds of a pass if work changed so: operators keep their distance from the roof, all else stays."""
+    total = phase.host + phase.dispatch
+    for node in phase.operators:
+        best = roofline.best(change.of(node.work), phase.streamed)
+        total += node.seconds if node.bound == "launch" or not node.best else node.seconds * best / node.best
+    return total
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of work: `constants` multiplies the bytes of weights and of keys and values, `batch` all that grows with it."""
+
+    constants: float = 1.0
+    batch: int = 1
+
+    def of(self, work: CallWork) -> CallWork:
+        return replace(
+            work,
+            operations=work.operations * self.batch,
+            rows=work.rows * self.batch,
+            weights=round(work.weights * self.constants),
+            cache=round(work.cache * self.constants * self.batch),
+            activations=work.activations * self.batch,
+        )
+
+
+HALF_THE_BYTES = Change(constants=0.5)
+TWICE_THE_BATCH = Change(batch=2)

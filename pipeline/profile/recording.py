@@ -1,0 +1,147 @@
+"""Backends that note when each step ran and what it did, around the real ones; and requests that make such steps.
+
+Knows nothing of operators.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.backends.base import DecoderBackend, InferBackend, StepInputs
+from engines.runtime.engine import Engine
+from engines.runtime.request import Request, SamplingParams
+from pipeline.operator_work import SequenceStep
+from plugins.errors import KilnError
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a backend, in seconds of `time.perf_counter`. `number` counts the backend's calls from 0."""
+
+    number: int
+    start: float
+    end: float
+    sequences: tuple[SequenceStep, ...] = ()
+    inputs: StepInputs | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def decodes(self) -> bool:
+        """One token of each sequence, after others."""
+        return all(sequence.new == 1 and sequence.past > 0 for sequence in self.sequences)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One prompt, one decode step or one call: its steps, and the seconds in which a caller saw it happen."""
+
+    steps: tuple[Step, ...]
+    seconds: float
+
+    @property
+    def in_backend(self) -> float:
+        return sum(step.seconds for step in self.steps)
+
+
+@dataclass
+class RecordingDecoder:
+    """Implements `DecoderBackend` over another one."""
+
+    backend: DecoderBackend
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.kv = self.backend.kv
+        self.num_blocks = self.backend.num_blocks
+        self.host_blocks = self.backend.host_blocks
+
+    def step(self, inputs: StepInputs) -> NDArray[np.float32]:
+        start = time.perf_counter()
+        logits = self.backend.step(inputs)
+        end = time.perf_counter()
+        new = np.diff(inputs.cumulative_sequence_length).tolist()
+        sequences = tuple(map(SequenceStep, new, inputs.past_seqlens.tolist()))
+        self.steps.append(Step(len(self.steps), start, end, sequences, inputs))
+        return logits
+
+    def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
+        self.backend.move_blocks(moves)
+
+    def close(self) -> None:
+        """Does nothing: who made the backend reads its profile first."""
+
+
+@dataclass
+class RecordingModel:
+    """Implements `InferBackend` over another one."""
+
+    backend: InferBackend
+    steps: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.inputs = self.backend.inputs
+        self.outputs = self.backend.outputs
+
+    def check(self, inputs: Mapping[str, NDArray]) -> None:
+        self.backend.check(inputs)
+
+    def infer(self, inputs: Mapping[str, NDArray]) -> dict[str, NDArray]:
+        start = time.perf_counter()
+        outputs = self.backend.infer(inputs)
+        self.steps.append(Step(len(self.steps), start, time.perf_counter()))
+        return outputs
+
+    def close(self) -> None:
+        """Does nothing, as above."""
+
+
+def prefill_passes(engine: Engine, recorder: RecordingDecoder, prompts: Sequence[tuple[int, ...]]) -> list[Pass]:
+    """Each prompt by itself, from submitting it to its first token; the first one warms up and is left out."""
+    passes = []
+    for prompt in prompts:
+        first = len(recorder.steps)
+        start = time.perf_counter()
+        next(stream := engine.submit(Request(prompt, SamplingParams(max_tokens=1, ignore_eos=True))))
+        seconds = time.perf_counter() - start
+        stream.result()
+        passes.append(Pass(tuple(recorder.steps[first:]), seconds))
+    return passes[1:]
+
+
+def decode_passes(
+    engine: Engine, recorder: RecordingDecoder, prompts: Sequence[tuple[int, ...]], tokens: int
+) -> list[Pass]:
+    """Steps in which all prompts decode, each from its start to that of the next one."""
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    first = len(recorder.steps)
+    for stream in [engine.submit(Request(prompt, sampling)) for prompt in prompts]:
+        stream.result()
+    steps = recorder.steps[first:]
+    passes = [
+        Pass((step,), following.start - step.start)
+        for step, following in pairwise(steps)
+        if len(step.sequences) == len(following.sequences) == len(prompts) and step.decodes and following.decodes
+    ]
+    if len(passes) < 2:
+        raise KilnError(
+            f"{len(prompts)} sequences never decoded together for 3 of {tokens} tokens; profile with more --tokens"
+        )
+    return passes[1:]
+
+
+def call_passes(engine: Engine, recorder: RecordingModel, feeds: Mapping[str, NDArray], repetitions: int) -> list[Pass]:
+    """Calls one after the other, from the request to its outputs; the first one warms up and is left out."""
+    passes = []
+    for _ in range(repetitions + 1):
+        first = len(recorder.steps)
+        start = time.perf_counter()
+        engine.infer(feeds)
+        passes.append(Pass(tuple(recorder.steps[first:]), time.perf_counter() - start))
+    return passes[1:]

@@ -1,0 +1,142 @@
+"""What a profile found, for the terminal and as JSON."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.profile.analysis import (
+    BOUNDS,
+    HALF_THE_BYTES,
+    TWICE_THE_BATCH,
+    Bound,
+    Phase,
+    rows_from_phase,
+    seconds_if,
+)
+from pipeline.profile.profiling import Profile
+from pipeline.profile.roofline import Roofline
+from pipeline.profile.wastes import SHOWN
+
+_MOST_ROWS = 10
+_MEANING: dict[Bound, str] = {
+    "compute": "compute-bound",
+    "bandwidth": "bandwidth-bound",
+    "launch": "launch-bound",
+    "host": "host-bound",
+}
+
+
+def verdict_sentence(phase: Phase, roofline: Roofline) -> str:
+    """The verdict, how far it goes, and what it says of a change."""
+    part = phase.parts[phase.verdict] / phase.seconds
+    halved = seconds_if(phase, roofline, HALF_THE_BYTES) / phase.seconds - 1
+    doubled = seconds_if(phase, roofline, TWICE_THE_BATCH) / phase.seconds
+    return (
+        f"{_MEANING[phase.verdict]} ({part:.0%} of the time). By the roofline, half the bytes of weights and cache "
+        f"would change its time by {halved:+.0%}, and twice the {'tokens' if phase.name.startswith('prefill') else 'batch'} "
+        f"would take {doubled:.2f} times as long"
+    )
+
+
+def roofline_sentence(roofline: Roofline) -> str:
+    """What was measured."""
+    rates = "; ".join(
+        f"{arithmetic} products "
+        + ", ".join(f"{rate / 1e9:.0f} Gop/s for {rows} rows" for rows, rate in sorted(by_rows.items()))
+        for arithmetic, by_rows in roofline.products.items()
+    )
+    return (
+        f"Roofline measured here: memory {roofline.memory / 1e9:.1f} GB/s, caches {roofline.cache / 1e9:.1f} GB/s, "
+        f"peak {roofline.peak / 1e9:.0f} Gop/s in FP32, ridge at {roofline.ridge:.1f} operations a byte; {rates}."
+    )
+
+
+def row_texts(phase: Phase) -> list[tuple[str, ...]]:
+    """A row of `COLUMNS` for each operator, and for the time in none."""
+    rows: list[tuple[str, ...]] = []
+    for row in rows_from_phase(phase):
+        work = (f"{row.operations / 1e9:.3f}", f"{row.bytes / 2**20:.1f}", f"{row.intensity:.2f}")
+        roof = f"{row.best / row.seconds:.0%}" if row.best else "-"
+        share = f"{row.seconds / phase.seconds:.1%}"
+        rows.append((row.operator, str(row.calls), f"{row.seconds * 1e3:.3f}", share, *work, roof, row.bound))
+    for name, seconds, bound in (("(dispatch)", phase.dispatch, "launch"), ("(host)", phase.host, "host")):
+        share = f"{seconds / phase.seconds:.1%}"
+        rows.append((name, "", f"{seconds * 1e3:.3f}", share, "", "", "", "", bound))
+    return rows
+
+
+COLUMNS = ("operator", "calls", "ms", "of pass", "Gop", "MiB", "op/byte", "of roof", "bound by")
+
+
+def phase_sentence(phase: Phase) -> str:
+    """Its times."""
+    return (
+        f"{phase.seconds * 1e3:.2f} ms a pass (median of {phase.passes}), {phase.tokens / phase.seconds:,.1f}/s; "
+        f"operators sum to {phase.in_operators * 1e3:.2f} ms, {phase.coverage:.0%} of it"
+    )
+
+
+def tables_from_profile(profile: Profile) -> RenderableType:
+    """As the terminal shows it."""
+    manifest = profile.bundle.manifest
+    parts: list[RenderableType] = [
+        Text(f"{manifest.name} on {profile.machine['cpu']}, {profile.threads} threads", "bold"),
+        Text(roofline_sentence(profile.roofline)),
+    ]
+    for phase in profile.phases:
+        table = Table(title=f"{phase.title}: {phase_sentence(phase)}", title_justify="left")
+        for place, heading in enumerate(COLUMNS):
+            table.add_column(heading, justify="left" if place in (0, len(COLUMNS) - 1) else "right")
+        rows = row_texts(phase)
+        shown = [*rows[:-2][:_MOST_ROWS], *rows[-2:]]
+        for row in shown:
+            table.add_row(*row)
+        parts += [Text(), table]
+        if len(rows) > len(shown):
+            parts.append(Text(f"and {len(rows) - len(shown)} operators with less; --json has all", "dim"))
+        parts.append(Text.assemble(("Verdict: ", "bold"), verdict_sentence(phase, profile.roofline) + "."))
+        for waste in profile.wastes[phase.name][:SHOWN]:
+            line = f"  {waste.name}: up to {waste.seconds / phase.seconds:.0%} of a pass; {waste.why}. Switch: "
+            parts.append(Text.assemble(line, (waste.switch, "bold")))
+    return Group(*parts)
+
+
+def json_from_profile(profile: Profile) -> str:
+    """One line, with every node of the graph."""
+    document = {
+        "created": profile.created,
+        "bundle": str(profile.bundle.path),
+        "sha256": profile.bundle.sha256,
+        "name": profile.bundle.manifest.name,
+        "threads": profile.threads,
+        "machine": dict(profile.machine),
+        "versions": dict(profile.versions),
+        "config": asdict(profile.config),
+        "roofline": {**asdict(profile.roofline), "ridge": profile.roofline.ridge},
+        "phases": [_phase_document(profile, phase) for phase in profile.phases],
+    }
+    return json.dumps(document, allow_nan=False)
+
+
+def _phase_document(profile: Profile, phase: Phase) -> dict[str, Any]:
+    return {
+        "name": phase.name,
+        "title": phase.title,
+        "tokens": phase.tokens,
+        "seconds": phase.seconds,
+        "operator_seconds": phase.in_operators,
+        "coverage": phase.coverage,
+        "host_seconds": phase.host,
+        "dispatch_seconds": phase.dispatch,
+        "parts": {bound: phase.parts[bound] for bound in BOUNDS},
+        "verdict": phase.verdict,
+        "seconds_with_half_the_bytes": seconds_if(phase, profile.roofline, HALF_THE_BYTES),
+        "seconds_with_twice_the_batch": seconds_if(phase, profile.roofline, TWICE_THE_BATCH),
+        "wastes": [asdict(waste) for waste in profile.wastes[phase.name]],
+        "operators": [{**asdict(row), "intensity": row.intensity} for row in rows_from_phase(phase)],
+        "nodes": [{**asdict(node), "intensity": node.work.intensity} for node in phase.operators],
+    }
