@@ -27,6 +27,7 @@ from pipeline.cli_capi import capi_group
 from pipeline.cli_compare import compare_command
 from pipeline.cli_load import load_command
 from pipeline.cli_optimize import optimize_command, pass_options, switches_from_options
+from pipeline.cli_profile import profile_command
 from pipeline.cli_quantize import quantize_from_options, quantize_options
 from pipeline.cli_run import run_bundle_command
 from pipeline.cli_serve import serve_command
@@ -176,6 +177,7 @@ kiln_group.add_command(bisect_command)
 kiln_group.add_command(calibrate_command)
 kiln_group.add_command(capi_group)
 kiln_group.add_command(load_command)
+kiln_group.add_command(profile_command)
 kiln_group.add_command(serve_command)
 kiln_group.add_command(tune_command)
 
