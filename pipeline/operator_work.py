@@ -122,8 +122,11 @@ def call_work(call: Mapping[str, Any], sequences: Sequence[SequenceStep] = (), w
         return CallWork(0.0, "fp32", 0, 0, 0, 0)
     operations = product_operations(call)
     if operations is not None:
-        rows = math.prod(outputs[0]) // outputs[0][-1] if outputs[0] and name not in _KERNEL_INPUT else 1
-        return CallWork(operations, "int8" if name in _INTEGER else "fp32", max(rows, 1), weights, 0, moved)
+        columns = outputs[0][-1]
+        if name in _KERNEL_INPUT:  # a convolution is a product with a row for each place
+            columns = _shapes(call, "input")[_KERNEL_INPUT[name]][0]
+        rows = max(math.prod(outputs[0]) // max(columns, 1), 1)
+        return CallWork(operations, "int8" if name in _INTEGER else "fp32", rows, weights, 0, moved)
     if name in _ROW_TABLES:  # of a table only the rows that come out
         weights = min(weights, int(call["output_size"]))
     return CallWork(float(sum(math.prod(shape) for shape in outputs)), "fp32", 0, weights, 0, moved)

@@ -52,6 +52,8 @@ class Phase:
     operators: tuple[OperatorTime, ...]
     passes: int
     streamed: bool
+    slowdown: float
+    """Seconds in the backend with the profiler, by those without it."""
 
     @property
     def in_operators(self) -> float:
@@ -139,6 +141,7 @@ def phase_from_passes(
         operators=tuple(operators),
         passes=len(plain),
         streamed=streamed,
+        slowdown=statistics.median(sum(run.seconds for run in runs) for runs in profiled) / in_backend,
     )
 
 

@@ -7,7 +7,7 @@ from pipeline.drawing import GRID, HEIGHT, INK, LIMIT, MUTED, SIDE_A, SIDE_B, Pl
 from pipeline.page import Page, PageTable, html_from_page
 from pipeline.profile.analysis import BOUNDS, OperatorRow, Phase, rows_from_phase
 from pipeline.profile.profiling import Profile
-from pipeline.profile.report import COLUMNS, phase_sentence, roofline_sentence, row_texts, verdict_sentence
+from pipeline.profile.report import COLUMNS, phase_sentence, remarks, roofline_sentence, row_texts, verdict_sentence
 from pipeline.profile.roofline import Roofline
 from pipeline.profile.wastes import SHOWN
 
@@ -44,7 +44,7 @@ def html_from_profile(profile: Profile) -> str:
         Page(
             headline=f"{manifest.name}: where the time goes",
             subtitle=f"{profile.bundle.path}, profiled {profile.created} by kiln profile",
-            remarks=(),
+            remarks=remarks(profile),
             figures=figures,
             plots=[_parts_plot(phases), *(_roofline_plot(phase, profile.roofline) for phase in phases)],
             tables=tables,

@@ -22,6 +22,7 @@ from pipeline.profile.roofline import Roofline
 from pipeline.profile.wastes import SHOWN
 
 _MOST_ROWS = 10
+_MOST_SLOWDOWN = 1.25
 _MEANING: dict[Bound, str] = {
     "compute": "compute-bound",
     "bandwidth": "bandwidth-bound",
@@ -35,11 +36,22 @@ def verdict_sentence(phase: Phase, roofline: Roofline) -> str:
     part = phase.parts[phase.verdict] / phase.seconds
     halved = seconds_if(phase, roofline, HALF_THE_BYTES) / phase.seconds - 1
     doubled = seconds_if(phase, roofline, TWICE_THE_BATCH) / phase.seconds
+    more = "tokens" if phase.name.startswith("prefill") else "batch"
     return (
         f"{_MEANING[phase.verdict]} ({part:.0%} of the time). By the roofline, half the bytes of weights and cache "
-        f"would change its time by {halved:+.0%}, and twice the {'tokens' if phase.name.startswith('prefill') else 'batch'} "
+        f"would change its time by {halved:+.0%}, and twice the {more} "
         f"would take {doubled:.2f} times as long"
     )
+
+
+def remarks(profile: Profile) -> list[str]:
+    """What a reader must know before believing it."""
+    return [
+        f"{phase.title}: with the profiler it took {phase.slowdown:.2f} times as long as without, so the two do not "
+        "belong together; keep the machine free of other work and profile again"
+        for phase in profile.phases
+        if not 1 / _MOST_SLOWDOWN <= phase.slowdown <= _MOST_SLOWDOWN
+    ]
 
 
 def roofline_sentence(roofline: Roofline) -> str:
@@ -102,6 +114,7 @@ def tables_from_profile(profile: Profile) -> RenderableType:
         for waste in profile.wastes[phase.name][:SHOWN]:
             line = f"  {waste.name}: up to {waste.seconds / phase.seconds:.0%} of a pass; {waste.why}. Switch: "
             parts.append(Text.assemble(line, (waste.switch, "bold")))
+    parts += [Text(f"Note: {remark}.", "bold red") for remark in remarks(profile)]
     return Group(*parts)
 
 
@@ -117,6 +130,7 @@ def json_from_profile(profile: Profile) -> str:
         "versions": dict(profile.versions),
         "config": asdict(profile.config),
         "roofline": {**asdict(profile.roofline), "ridge": profile.roofline.ridge},
+        "remarks": remarks(profile),
         "phases": [_phase_document(profile, phase) for phase in profile.phases],
     }
     return json.dumps(document, allow_nan=False)
@@ -130,6 +144,7 @@ def _phase_document(profile: Profile, phase: Phase) -> dict[str, Any]:
         "seconds": phase.seconds,
         "operator_seconds": phase.in_operators,
         "coverage": phase.coverage,
+        "slowdown": phase.slowdown,
         "host_seconds": phase.host,
         "dispatch_seconds": phase.dispatch,
         "parts": {bound: phase.parts[bound] for bound in BOUNDS},

@@ -16,6 +16,8 @@ from plugins.measure import fp32_peak, read_bandwidth
 CACHED = 8 << 20
 """Bytes of the working set that stands for the caches."""
 _INNER, _COLUMNS = 512, 1024
+_MANY = 512
+"""Rows from which more make a product no faster."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,15 @@ def best_roofline(first: Roofline, second: Roofline) -> Roofline:
 
 def measure_roofline(threads: int, rows: Iterable[int], arithmetics: Iterable[Arithmetic]) -> Roofline:
     """Takes about 2 s, 0.2 s more for each number of rows, and, for a moment, 512 MiB."""
-    sizes = sorted({1 << (count - 1).bit_length() for count in rows if count > 0})
+    sizes = sorted({1 << (count - 1).bit_length() for count in rows if count > 0} | {_MANY})
     memory = read_bandwidth(threads=threads)
+    products: dict[Arithmetic, dict[int, float]] = {
+        arithmetic: {size: product_rate(size, _INNER, _COLUMNS, threads, 0.15, arithmetic) for size in sizes}
+        for arithmetic in arithmetics
+    }
     return Roofline(
         memory=memory,
         cache=max(memory, read_bandwidth(CACHED, threads, repetitions=200)),
-        peak=fp32_peak(threads),
-        products={
-            arithmetic: {size: product_rate(size, _INNER, _COLUMNS, threads, 0.15, arithmetic) for size in sizes}
-            for arithmetic in arithmetics
-        },
+        peak=max(fp32_peak(threads), *products.get("fp32", {_MANY: 0.0}).values()),
+        products=products,
     )
