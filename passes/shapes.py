@@ -22,7 +22,7 @@ def infer_shapes(graph: gs.Graph) -> None:
         used = {name for node in subgraph.node for name in node.input}
         subgraph.initializer.extend(tensor for name, tensor in small.items() if name in used)
     for scope in reversed([proto.graph, *subgraphs_of(proto.graph)]):  # inner ones first: their nodes are copied
-        _hide_values_of_slices(scope, small)
+        hide_values_of_slices(scope, small)
     try:
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except Exception:  # an operator of another domain may confuse it; passes then find fewer shapes
@@ -41,7 +41,7 @@ def infer_shapes(graph: gs.Graph) -> None:
                     _annotate(tensor, values[tensor.name])
 
 
-def _hide_values_of_slices(scope: onnx.GraphProto, constants: Collection[str]) -> None:
+def hide_values_of_slices(scope: onnx.GraphProto, constants: Collection[str]) -> None:
     """Let inference not know the values of a Slice whose bounds are no constants: ONNX 1.23 takes such bounds for 0.
 
     Two Transposes keep type and shape of any tensor, and inference follows no values through them.
