@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -73,7 +73,20 @@ def file_records(folder: Path) -> dict[str, FileRecord]:
 
 
 def open_bundle(path: Path) -> EngineBundle:
-    """Verify a bundle completely and return it. Raises BundleError naming what is wrong."""
+    """Verify a bundle completely, for use on this machine. Raises BundleError naming what is wrong."""
+    bundle = verify_bundle(path)
+    manifest = bundle.manifest
+    missing = sorted(set(manifest.sku.cpu_features) - host_cpu_features())
+    if missing:
+        raise BundleError(
+            f"{path} was built for SKU {manifest.sku.name} and needs the CPU features {', '.join(missing)}, which this "
+            f"machine lacks; build it for this machine: build-engine {manifest.model.source} --sku cpu"
+        )
+    return bundle
+
+
+def verify_bundle(path: Path) -> EngineBundle:
+    """Verify a bundle of any machine type, to keep or pass on. Raises BundleError naming what is wrong."""
     while True:
         with _held(path) as folder:
             try:
@@ -125,12 +138,6 @@ def _verified_bundle(path: Path) -> EngineBundle:
         )
     manifest = _manifest_from_json(manifest_path, text)
     _verify_files(path, manifest)
-    missing = sorted(set(manifest.sku.cpu_features) - host_cpu_features())
-    if missing:
-        raise BundleError(
-            f"{path} was built for SKU {manifest.sku.name} and needs the CPU features {', '.join(missing)}, which this "
-            f"machine lacks; build it for this machine: build-engine {manifest.model.source} --sku cpu"
-        )
     return EngineBundle(path, manifest, found)
 
 
@@ -199,6 +206,21 @@ def write_bundle(path: Path, fill: Callable[[Path], Manifest]) -> EngineBundle:
         _sync_tree(folder)
         _publish(folder, path)
     return EngineBundle(path, manifest, identity)
+
+
+def install_bundle(path: Path, fill: Callable[[Path], None]) -> EngineBundle:
+    """As `write_bundle`, for a bundle that was made elsewhere: `fill` puts all of its files, which are then verified.
+
+    Raises BundleError for files that are no sound bundle; `path` stays as it was.
+    """
+    refuse_unusable_target(path)
+    path = path.resolve()
+    with temporary_sibling(path) as folder:
+        fill(folder)
+        bundle = verify_bundle(folder)
+        _sync_tree(folder)
+        _publish(folder, path)
+    return replace(bundle, path=path)
 
 
 def refuse_unusable_target(path: Path) -> None:
