@@ -1,0 +1,111 @@
+"""What a plan was built for and by, and the refusal of a plan that does not belong here.
+
+A plan is machine code for one GPU type, TensorRT and set of plugins; TensorRT finds some mismatches while it
+deserialises, with messages that do not name both sides, and some not at all. So the key is compared before that.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from engines.backends.tensorrt.api import Product
+from engines.backends.tensorrt.options import HARDWARE, Hardware
+from plugins.errors import KilnError
+
+_WORDS = {
+    "product": "product",
+    "tensorrt": "TensorRT",
+    "sku": "SKU",
+    "arch": "architecture",
+    "driver": "driver",
+    "plugin_abi": "plugin ABI",
+    "model_sha256": "model",
+    "options": "options",
+    "profiles": "profiles",
+}
+_AMPERE = 80
+
+
+@dataclass(frozen=True)
+class EngineKey:
+    """Digests are SHA-256, `options` and `profiles` included. `driver` and `plugin_abi` are None where there is none.
+
+    `hardware` and `version_compatible` say how far the others may differ.
+    """
+
+    product: Product
+    tensorrt: str
+    sku: str
+    arch: str
+    driver: str | None
+    plugin_abi: str | None
+    model_sha256: str
+    options: str
+    profiles: str
+    hardware: Hardware = "this"
+    version_compatible: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def key_from_file(path: Path) -> EngineKey:
+    """Raises KilnError for a file that is no key."""
+    try:
+        document: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        known = {field.name for field in fields(EngineKey)}
+        if not isinstance(document, dict) or set(document) != known:
+            raise ValueError(f"expected the keys {', '.join(sorted(known))}")
+        if document["hardware"] not in HARDWARE:
+            raise ValueError(f"hardware is {document['hardware']!r}")
+    except (OSError, ValueError) as error:
+        raise KilnError(f"{path} is no engine key: {error}; rebuild the bundle") from error
+    return EngineKey(**document)
+
+
+def mismatches(built: EngineKey, here: EngineKey) -> tuple[str, ...]:
+    """Fields in which a plan does not belong here, as far as its own options allow differences."""
+    allowed: dict[str, Callable[[], bool]] = {
+        "tensorrt": lambda: built.version_compatible and _at_least(here.tensorrt, built.tensorrt),
+        "sku": lambda: built.hardware != "this",
+        "arch": lambda: built.hardware == "ampere-plus" and _capability(here.arch) >= _AMPERE,
+    }
+    return tuple(
+        name
+        for name in _WORDS
+        if getattr(built, name) != getattr(here, name) and not (name in allowed and allowed[name]())
+    )
+
+
+def refuse_mismatch(built: EngineKey, here: EngineKey, plan: Path) -> None:
+    """Raise KilnError naming both sides of every field in which they differ. Nothing is deserialised."""
+    names = mismatches(built, here)
+    if names:
+        sides = "; ".join(
+            f"{_WORDS[name]} {_short(getattr(built, name))}, here {_short(getattr(here, name))}" for name in names
+        )
+        raise KilnError(
+            f"{plan} was built for another setting and was not opened: built for {sides}. Build it again here, "
+            "or run the bundle where it belongs"
+        )
+
+
+def _at_least(found: str, wanted: str) -> bool:
+    """Whether a version-compatible plan of `wanted` runs on `found`: an equal or later version."""
+    return _numbers(found) >= _numbers(wanted)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def _capability(arch: str) -> int:
+    digits = arch.removeprefix("sm_")
+    return int(digits) if digits.isdigit() else 0
+
+
+def _short(value: object) -> str:
+    text = "none" if value is None else str(value)
+    return text[:12] if len(text) == 64 else text
