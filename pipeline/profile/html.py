@@ -7,7 +7,15 @@ from pipeline.drawing import GRID, HEIGHT, INK, LIMIT, MUTED, SIDE_A, SIDE_B, Pl
 from pipeline.page import Page, PageTable, html_from_page
 from pipeline.profile.analysis import BOUNDS, OperatorRow, Phase, rows_from_phase
 from pipeline.profile.profiling import Profile
-from pipeline.profile.report import COLUMNS, phase_sentence, remarks, roofline_sentence, row_texts, verdict_sentence
+from pipeline.profile.report import (
+    COLUMNS,
+    phase_sentence,
+    remarks,
+    roofline_sentence,
+    row_texts,
+    verdict_sentence,
+    waste_sentence,
+)
 from pipeline.profile.roofline import Roofline
 from pipeline.profile.wastes import SHOWN
 
@@ -16,6 +24,8 @@ if TYPE_CHECKING:
 
 _LABELLED = 0.04
 """Share of a phase's time from which an operator has its name beside its point."""
+_DRAWN = 0.0005
+"""Share from which it is drawn at all."""
 _COLOURS = {"compute": SIDE_B, "bandwidth": SIDE_A, "launch": MUTED, "host": LIMIT}
 
 
@@ -25,21 +35,10 @@ def html_from_profile(profile: Profile) -> str:
     figures = {
         phase.title: f"{phase_sentence(phase)}. {verdict_sentence(phase, profile.roofline)}." for phase in phases
     }
-    wastes = [
-        (
-            f"{phase.title}: {waste.name}",
-            f"{waste.seconds * 1e3:.2f}",
-            f"{waste.seconds / phase.seconds:.0%}",
-            waste.why,
-            waste.switch,
-        )
-        for phase in phases
-        for waste in profile.wastes[phase.name][:SHOWN]
-    ]
-    tables = [
-        PageTable("Largest wastes", ("waste", "ms at most", "of pass", "why", "switch"), wastes),
-        *(PageTable(phase.title, COLUMNS, row_texts(phase)) for phase in phases),
-    ]
+    for phase in phases:
+        for place, waste in enumerate(profile.wastes[phase.name][:SHOWN], 1):
+            figures[f"{phase.title}, waste {place}"] = waste_sentence(waste, phase)
+    tables = [PageTable(phase.title, COLUMNS, row_texts(phase)) for phase in phases]
     return html_from_page(
         Page(
             headline=f"{manifest.name}: where the time goes",
@@ -71,13 +70,13 @@ def _parts_plot(phases: Sequence[Phase]) -> Plot:
         axes.set_yticks(range(len(phases)), [phase.title.partition(", context")[0] for phase in phases])
         axes.invert_yaxis()
         axes.set(xlabel="share of the time", xlim=(0, 1))
-        axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False, labelcolor=INK)
+        axes.legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False, labelcolor=INK)
 
     return drawn("What bounds each phase", "Operators by what they cannot be faster than, and the time in none.", draw)
 
 
 def _roofline_plot(phase: Phase, roofline: Roofline) -> Plot:
-    rows = [row for row in rows_from_phase(phase) if row.operations and row.bytes and row.seconds]
+    rows = [row for row in rows_from_phase(phase) if row.bytes and row.seconds > _DRAWN * phase.seconds]
 
     def draw(axes: "Axes") -> None:
         _draw_roofs(axes, roofline, phase, rows)

@@ -19,7 +19,7 @@ from pipeline.profile.analysis import (
 )
 from pipeline.profile.profiling import Profile
 from pipeline.profile.roofline import Roofline
-from pipeline.profile.wastes import SHOWN
+from pipeline.profile.wastes import SHOWN, Waste
 
 _MOST_ROWS = 10
 _MOST_SLOWDOWN = 1.25
@@ -92,6 +92,11 @@ def phase_sentence(phase: Phase) -> str:
     )
 
 
+def waste_sentence(waste: Waste, phase: Phase) -> str:
+    """What it costs, why, and the switch."""
+    return f"{waste.name}: up to {waste.seconds / phase.seconds:.0%} of a pass; {waste.why}. Switch: {waste.switch}"
+
+
 def tables_from_profile(profile: Profile) -> RenderableType:
     """As the terminal shows it."""
     manifest = profile.bundle.manifest
@@ -112,8 +117,7 @@ def tables_from_profile(profile: Profile) -> RenderableType:
             parts.append(Text(f"and {len(rows) - len(shown)} operators with less; --json has all", "dim"))
         parts.append(Text.assemble(("Verdict: ", "bold"), verdict_sentence(phase, profile.roofline) + "."))
         for waste in profile.wastes[phase.name][:SHOWN]:
-            line = f"  {waste.name}: up to {waste.seconds / phase.seconds:.0%} of a pass; {waste.why}. Switch: "
-            parts.append(Text.assemble(line, (waste.switch, "bold")))
+            parts.append(Text(f"  {waste_sentence(waste, phase)}"))
     parts += [Text(f"Note: {remark}.", "bold red") for remark in remarks(profile)]
     return Group(*parts)
 
