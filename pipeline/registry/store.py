@@ -49,7 +49,7 @@ class Store:
         try:
             options = {} if self._is_plain(protocol) else {"use_listings_cache": False, "skip_instance_cache": True}
             self._fs, root = fsspec.core.url_to_fs(self.url, **options)
-        except (ImportError, ValueError) as error:
+        except Exception as error:  # packages of many hands
             raise RegistryError(
                 f"{url} cannot be opened: {first_line(error)}; install the package that fsspec needs for it (s3fs for "
                 "s3://, gcsfs for gs://, adlfs for az://), or check the URL"
