@@ -22,10 +22,12 @@ from engines.manifest import (
     SkuRecord,
     TensorRecord,
 )
-from engines.sku import Sku, host_cpu_features, resolve_sku
+from engines.sku import Sku, resolve_sku
 from passes.base import Effect
+from passes.manager import link_or_copy
 from passes.onnx_model import OnnxModel, Tensor, external_files, load_structure, onnx_model_from_path
 from passes.standard import FLOAT_TABLE, TABLE
+from pipeline.buildable import refuse_unbuildable
 from pipeline.check import check_against_torch, check_against_unoptimised
 from pipeline.config import BuildConfig
 from pipeline.export import export_model
@@ -37,7 +39,7 @@ from pipeline.forecast import (
     refuse_what_cannot_fit,
 )
 from pipeline.load import Description, TorchModel, describe, load
-from pipeline.optimize import OptimizeConfig, optimize
+from pipeline.optimize import OptimizeConfig, optimize, target_for
 from pipeline.pass_report import record_from_report, result_of
 from pipeline.progress import Progress
 from pipeline.source import ModelSource, resolve_source
@@ -90,11 +92,11 @@ def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Pr
         with progress.stage("load weights"):
             torch_model = load(source)  # only the module itself tells its size
     forecasts = [_forecast(source, description, torch_model, sku, config) for sku in skus]
+    for line in [line for forecast in forecasts for line in forecast.lines()]:
+        progress.note(line)
     for sku, forecast in zip(skus, forecasts, strict=True):
-        for line in forecast.lines():
-            progress.note(line)
         refuse_what_cannot_fit(forecast)
-        _refuse_other_machines(sku)
+        refuse_unbuildable(sku, is_decoder=forecast.kv_bytes_per_token is not None, elsewhere=config.elsewhere)
     if description is not None:
         with progress.stage("load weights"):
             torch_model = load(source, description)
@@ -104,10 +106,16 @@ def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Pr
             onnx_model = _onnx_model(source, torch_model, workspace / ENGINE, config)
         progress.detail(f"{onnx_model.parameters:,} values in initializers, sha256 {onnx_model.sha256}")
         inputs = _Inputs(source, onnx_model, torch_model, feeds)
-        return [
-            Built(_build_for_sku(inputs, sku, path, config, progress), forecast)
-            for sku, path, forecast in zip(skus, targets, forecasts, strict=True)
-        ]
+        built: list[Built] = []
+        for sku, path, forecast in zip(skus, targets, forecasts, strict=True):
+            before = zip(skus, built, strict=False)
+            twin = next((made.bundle for other, made in before if _same_engine(other, sku, inputs, config)), None)
+            if twin is None:
+                bundle = _build_for_sku(inputs, sku, path, config, progress)
+            else:
+                bundle = _share_with_sku(twin, sku, path, progress)
+            built.append(Built(bundle, forecast))
+        return built
 
 
 def _onnx_model(source: ModelSource, torch_model: TorchModel | None, target: Path, config: BuildConfig) -> OnnxModel:
@@ -135,24 +143,10 @@ def _forecast(
 
 
 def _sku_for(name: str, config: BuildConfig) -> Sku:
-    sku = resolve_sku(name)
+    sku = resolve_sku(name, config.sku_file)
     if config.precision not in sku.precisions:
         raise KilnError(f"SKU {sku.name} offers the precisions {', '.join(sku.precisions)}; found {config.precision}")
     return sku
-
-
-def _refuse_other_machines(sku: Sku) -> None:
-    """An engine is checked before it is published, so it is built on a machine that can run it."""
-    if not sku.is_cpu:
-        raise KilnError(
-            f"SKU {sku.name} needs {sku.provider}, for which this version of Kiln builds no engines yet; "
-            "use --sku cpu, cpu-avx2 or cpu-avx512"
-        )
-    if missing := set(sku.cpu_features) - host_cpu_features():
-        raise KilnError(
-            f"SKU {sku.name} cannot be checked on this machine, whose CPU lacks {', '.join(sorted(missing))}; "
-            "build it on a machine of that type, or use --sku cpu"
-        )
 
 
 def _refuse_cache_options(source: ModelSource, config: BuildConfig) -> None:
@@ -191,6 +185,28 @@ def _build_for_sku(inputs: _Inputs, sku: Sku, path: Path, config: BuildConfig, p
     return bundle
 
 
+def _same_engine(first: Sku, second: Sku, inputs: _Inputs, config: BuildConfig) -> bool:
+    """Whether two SKUs get the same graph by the same passes, judged by the same checks on this machine."""
+    passes = _passes_of(config)
+    targets = [target_for(inputs.onnx_model, sku, passes) for sku in (first, second)]
+    return targets[0] == targets[1] and first.provider == second.provider
+
+
+def _share_with_sku(twin: EngineBundle, sku: Sku, path: Path, progress: Progress) -> EngineBundle:
+    """Publish another SKU's bundle for this one: its files are linked, not made or stored again."""
+
+    def fill(folder: Path) -> Manifest:
+        for name in twin.manifest.files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(twin.path / name, folder / name)
+        return twin.manifest.model_copy(update={"sku": _sku_record(sku), "created": _now()})
+
+    with progress.stage(f"{sku.name}: shares {twin.manifest.sku.name}'s engine"):
+        bundle = write_bundle(path, fill)
+    progress.note(f"wrote {bundle.path}")
+    return bundle
+
+
 @dataclass(frozen=True)
 class _Engine:
     """The graph that is published, and what was found out about it."""
@@ -205,10 +221,7 @@ def _engine(
     inputs: _Inputs, sku: Sku, folder: Path, libraries: list[Path], config: BuildConfig, progress: Progress
 ) -> _Engine:
     """Write the engine. What is quantised is checked before that, as float, and judged by the gate after it."""
-    passes = OptimizeConfig(
-        config.passes, config.precision, config.io_layout, config.verify_passes, config.measure_passes
-    )
-    quantize = config.quantize
+    passes, quantize = _passes_of(config), config.quantize
     target, table = (folder / ENGINE, TABLE) if quantize is None else (folder / "float" / ENGINE, FLOAT_TABLE)
     target.parent.mkdir(exist_ok=True)
     with progress.stage(f"{sku.name}: graph passes"):
@@ -230,6 +243,12 @@ def _engine(
         reports = (*reports, *more)
         shutil.rmtree(target.parent)
     return _Engine(model, tuple(record_from_report(report) for report in reports), check, record)
+
+
+def _passes_of(config: BuildConfig) -> OptimizeConfig:
+    return OptimizeConfig(
+        config.passes, config.precision, config.io_layout, config.verify_passes, config.measure_passes
+    )
 
 
 def _copy_plugin(folder: Path) -> PluginRecord:
@@ -259,9 +278,10 @@ def _manifest(
     plugins: tuple[PluginRecord, ...],
 ) -> Manifest:
     torch_model, model = inputs.torch_model, engine.model
+    assert sku.provider is not None, "only ONNX Runtime's providers are built for"
     return Manifest(
         kiln_version=version(DISTRIBUTION),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=_now(),
         name=inputs.source.name,
         model=ModelRecord(
             source=inputs.source.spec,
@@ -269,7 +289,7 @@ def _manifest(
             sha256=inputs.source.sha256,
             parameters=torch_model.parameters if torch_model else model.parameters,
         ),
-        sku=SkuRecord(name=sku.name, arch=sku.arch, cpu_features=sku.cpu_features),
+        sku=_sku_record(sku),
         backend=BackendRecord(name="onnxruntime", version=version("onnxruntime"), provider=sku.provider),
         precision=config.precision,
         engine=ENGINE,
@@ -287,3 +307,11 @@ def _manifest(
 
 def _record(tensor: Tensor) -> TensorRecord:
     return TensorRecord(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
+
+
+def _sku_record(sku: Sku) -> SkuRecord:
+    return SkuRecord(name=sku.name, arch=sku.arch, cpu_features=sku.cpu_features)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -25,12 +25,14 @@ from pipeline.cli_bisect import bisect_command
 from pipeline.cli_calibrate import calibrate_command
 from pipeline.cli_capi import capi_group
 from pipeline.cli_compare import compare_command
+from pipeline.cli_doctor import doctor_command
 from pipeline.cli_load import load_command
 from pipeline.cli_optimize import optimize_command, pass_options, switches_from_options
 from pipeline.cli_profile import profile_command
 from pipeline.cli_quantize import quantize_from_options, quantize_options
 from pipeline.cli_run import run_bundle_command
 from pipeline.cli_serve import serve_command
+from pipeline.cli_sku import sku_file_option, sku_group
 from pipeline.cli_tune import tune_command
 from pipeline.config import PRECISIONS, BuildConfig
 from pipeline.forecast import size
@@ -84,6 +86,7 @@ def run_command(command: click.Command) -> None:
     metavar="SKU",
     help=f"Machine type, may be given several times: cpu, {', '.join(sku_table())}.",
 )
+@sku_file_option
 @click.option("--precision", type=click.Choice(PRECISIONS), default=DEFAULTS.precision, show_default=True)
 @click.option(
     "--kv-dtype",
@@ -172,6 +175,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
 kiln_group.add_command(run_bundle_command)
 kiln_group.add_command(optimize_command)
 kiln_group.add_command(compare_command)
+kiln_group.add_command(doctor_command)
 kiln_group.add_command(bench_command)
 kiln_group.add_command(bisect_command)
 kiln_group.add_command(calibrate_command)
@@ -179,6 +183,7 @@ kiln_group.add_command(capi_group)
 kiln_group.add_command(load_command)
 kiln_group.add_command(profile_command)
 kiln_group.add_command(serve_command)
+kiln_group.add_command(sku_group)
 kiln_group.add_command(tune_command)
 
 

@@ -15,6 +15,7 @@ from engines.sku import resolve_sku
 from passes.onnx_model import OnnxModel, onnx_model_from_path
 from pipeline.bisect.passes import PassParts
 from pipeline.bisect.search import Found, GraphParts, Measure, search
+from pipeline.cli_sku import sku_file_option
 from pipeline.compare.onnx_subject import bound_graph
 from pipeline.progress import Progress
 from pipeline.quantize.judge import DecoderJudge, PlainJudge, Text
@@ -36,6 +37,7 @@ _SCORED = 32
     "--first-only", is_flag=True, help="Leave out the smallest set, which takes a run for every changed part."
 )
 @click.option("--sku", default="cpu", show_default=True, help="Whose passes to search, without B.")
+@sku_file_option
 @click.option("--threads", type=int, help="Threads of ONNX Runtime.  [default: every CPU]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 @click.option("--verbose", is_flag=True, help="Show every run.")
@@ -48,6 +50,7 @@ def bisect_command(
     explain: float,
     first_only: bool,
     sku: str,
+    sku_file: Path | None,
     threads: int | None,
     as_json: bool,
     verbose: bool,
@@ -65,7 +68,9 @@ def bisect_command(
         measure = _measure(model, inputs, tokens, threads)
         with progress.stage("search"):
             if b is None:
-                found = search(PassParts(model, resolve_sku(sku), measure, progress), share, explain, first_only)
+                found = search(
+                    PassParts(model, resolve_sku(sku, sku_file), measure, progress), share, explain, first_only
+                )
             else:
                 other = _runnable(b, Path(folder) / "b")
                 found = search(GraphParts(model.path, other, measure, progress), share, explain, first_only)

@@ -17,6 +17,7 @@ from passes.prune_groups import find_groups
 from passes.shapes import infer_shapes
 from passes.standard import IoLayout, PassSwitches, PassTarget, Precision, describe_passes, standard_passes
 from passes.validate import check_graph
+from pipeline.cli_sku import sku_file_option
 from pipeline.optimize import OptimizeConfig, optimize
 from pipeline.pass_report import json_from_reports, result_of, table_from_reports
 from pipeline.progress import Progress
@@ -104,6 +105,7 @@ def pass_options(command: Any) -> Any:
 @click.argument("model", type=click.Path(path_type=Path), required=False)
 @click.option("--out", type=click.Path(path_type=Path), help="The rewritten model; weights go beside it.")
 @click.option("--sku", default="cpu", show_default=True, help="Machine type that the graph is for.")
+@sku_file_option
 @click.option(
     "--precision",
     type=click.Choice(get_args(Precision)),
@@ -121,6 +123,7 @@ def optimize_command(
     model: Path | None,
     out: Path | None,
     sku: str,
+    sku_file: Path | None,
     precision: Precision,
     io_layout: IoLayout,
     only: str | None,
@@ -156,7 +159,7 @@ def optimize_command(
     feeds = feeds_from_file(inputs) if inputs else None
     with progress.stage("read"):
         source = onnx_model_from_path(model)
-        machine = resolve_sku(sku)
+        machine = resolve_sku(sku, sku_file)
 
     def observe(report: PassReport) -> None:
         progress.note(f"{report.name}: {result_of(report)} ({report.seconds:.2f} s)")

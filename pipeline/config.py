@@ -15,7 +15,10 @@ PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """How to build. `max_context` in tokens, None for the model's own; `out` None for `bundles/NAME-SKU`."""
+    """How to build. `max_context` in tokens, None for the model's own; `out` None for `bundles/NAME-SKU`.
+
+    `sku_file` is a TOML file with SKUs of the user's own.
+    """
 
     precision: Precision = "fp32"
     kv_dtype: CacheDtype = "float32"
@@ -28,6 +31,9 @@ class BuildConfig:
     measure_passes: bool = False
     inputs: Path | None = None
     quantize: QuantizeConfig | None = None
+    sku_file: Path | None = None
+    elsewhere: bool = False
+    """Also for a CPU that this machine is not: the engine is checked with this machine's kernels, not its own."""
 
     def __post_init__(self) -> None:
         for name, value, known in (

@@ -35,6 +35,8 @@ _COUNTED = {*_PRODUCTS, "Conv", "QLinearConv", "MultiHeadAttention"}
 _ROTATIONS = tuple(i for i, spec in enumerate(INPUTS) if spec.name in ("cos_cache", "sin_cache"))
 _ROW_TABLES = {"Gather": (0,), OP_TYPE: _ROTATIONS}
 """Operator to the inputs of which it reads a few rows only."""
+_ITEMSIZE = {"float": 4, "float16": 2, "bfloat16": 2, "double": 8, "int8": 1, "uint8": 1, "bool": 1, "int64": 8}
+"""ONNX Runtime's names in a profile; what is not here has 4 bytes."""
 _SAME_VALUES = {"Transpose", "Cast", "Identity", "Reshape"}
 
 
@@ -85,6 +87,20 @@ class DecoderWork:
         return self.weight_bytes + batch * mean * self.kv_bytes_per_token
 
 
+@dataclass(frozen=True)
+class PlainWork:
+    """What a model without a KV cache does for one sample. `activation_bytes` is None where it is unknown.
+
+    operations        of products and convolutions
+    weight_bytes      bytes of all weights that a call reads, whatever the batch
+    activation_bytes  most bytes of tensors that are alive at one time
+    """
+
+    operations: float
+    weight_bytes: int
+    activation_bytes: float | None
+
+
 def _pairs(tokens: int, window: int | None) -> int:
     if window is None or window >= tokens:
         return tokens * (tokens + 1) // 2
@@ -122,6 +138,53 @@ def decoder_work_from_graph(path: Path, spec: DecoderSpec) -> DecoderWork:
 
 def plain_operations(path: Path, feeds: Mapping[str, NDArray]) -> float:
     """Operations of products and convolutions on these inputs, from the shapes of one profiled, unoptimised run."""
+    return sum(_operations(call) for call in _profiled_calls(path, feeds) if call["op_name"] in _COUNTED)
+
+
+def plain_work(path: Path, feeds: Mapping[str, NDArray], batch: int) -> PlainWork:
+    """Count a plain model on inputs of `batch` samples, from the shapes of one profiled, unoptimised run."""
+    calls = _profiled_calls(path, feeds)
+    operations = sum(_operations(call) for call in calls if call["op_name"] in _COUNTED)
+    alive = _most_alive(path, calls)
+    return PlainWork(operations / batch, weight_bytes(path), None if alive is None else alive / batch)
+
+
+def _most_alive(path: Path, calls: list[dict[str, Any]]) -> float | None:
+    """Most bytes of node outputs that are alive at one time, in graph order; None where a size is not known.
+
+    Constants and what only they make count as well: they are small beside activations.
+    """
+    graph = load_structure(path).graph
+    sizes: dict[str, list[int]] = {call["node"]: _output_sizes(call) for call in calls}
+    last = {name: place for place, node in enumerate(graph.node) for name in node.input}
+    kept = {output.name for output in graph.output}
+    alive: dict[str, int] = {}
+    most = 0
+    for place, node in enumerate(graph.node):
+        if node.op_type == "Constant":
+            continue
+        made = sizes.get(node.name)
+        outputs = [name for name in node.output if name]
+        if not node.name or made is None or len(made) < len(outputs):
+            return None
+        alive.update(zip(outputs, made, strict=False))
+        most = max(most, sum(alive.values()))
+        for name in [name for name in alive if last.get(name, place) <= place and name not in kept]:
+            del alive[name]
+    return float(most)
+
+
+def _output_sizes(call: Mapping[str, Any]) -> list[int]:
+    """Bytes of each output of a profiled node."""
+    return [
+        math.prod(shape) * _ITEMSIZE.get(kind, 4)
+        for entry in call["output_type_shape"]
+        for kind, shape in entry.items()
+    ]
+
+
+def _profiled_calls(path: Path, feeds: Mapping[str, NDArray]) -> list[dict[str, Any]]:
+    """The kernels of one unoptimised run with the types and shapes of their operands, and their `node`'s name."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -134,7 +197,8 @@ def plain_operations(path: Path, feeds: Mapping[str, NDArray]) -> float:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         session.run(None, dict(feeds))
         events = json.loads(Path(session.end_profiling()).read_text())
-    return sum(_operations(event["args"]) for event in events if event.get("args", {}).get("op_name") in _COUNTED)
+    kernels = [event for event in events if event["name"].endswith("_kernel_time") and "op_name" in event["args"]]
+    return [{**event["args"], "node": event["name"].removesuffix("_kernel_time")} for event in kernels]
 
 
 def _operations(call: Mapping[str, Any]) -> float:

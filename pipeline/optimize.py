@@ -13,8 +13,6 @@ from pipeline.verify import LONG, Feeds, NumericGate, StepClock
 from plugins.build import cpu_library
 from plugins.errors import KilnError
 
-_BACKENDS: dict[str, Backend] = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
-
 
 @dataclass(frozen=True)
 class OptimizeConfig:
@@ -70,9 +68,15 @@ def optimize(
 def target_for(model: OnnxModel, sku: Sku, config: OptimizeConfig, gate: NumericGate | None = None) -> PassTarget:
     """What decides which passes a model gets for a machine type."""
     return PassTarget(
-        backend=_BACKENDS[sku.provider],
+        backend=_backend_of(sku),
         decoder=model.decoder,
         precision=config.precision,
         io_layout=config.io_layout,
         measure_ranges=gate.ranges if gate else None,
     )
+
+
+def _backend_of(sku: Sku) -> Backend:
+    if sku.is_cpu:
+        return "cpu"
+    return "tensorrt" if sku.backend == "tensorrt" else "cuda"

@@ -1,6 +1,7 @@
 """The whole build: what is published, what is not, what the manifest says, and when it is refused."""
 
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -12,12 +13,14 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from rich.console import Console
 
 from engines.bundle import file_sha256, open_bundle
 from engines.runtime.engine import Engine
 from engines.runtime.request import SamplingParams
 from engines.sku import host_cpu_features, resolve_sku
 from pipeline import build as module
+from pipeline import buildable
 from pipeline import forecast as forecast_module
 from pipeline.build import build
 from pipeline.check import LIMITS
@@ -89,12 +92,21 @@ def test_two_builds_give_the_same_engine(tiny_llama_folder, tiny_llama_bundle, s
     assert again.sha256 != tiny_llama_bundle.sha256 or again.manifest.created == tiny_llama_bundle.manifest.created
 
 
-def test_several_skus_give_several_bundles(tiny_llama_folder, silent, tmp_path, monkeypatch):
+def test_several_skus_give_several_bundles(tiny_llama_folder, tmp_path):
+    silent = Progress(Console(file=io.StringIO()))
     skus = ["cpu-avx2", "cpu-avx512"] if "avx512vl" in host_cpu_features() else ["cpu-avx2", "cpu"]
     built = build(str(tiny_llama_folder), skus, BuildConfig(out=tmp_path / "out"), silent)
     assert [item.bundle.manifest.sku.name for item in built] == [resolve_sku(name).name for name in skus]
     assert len({answer(item.bundle.path)[0] for item in built}) == 1
     assert all(open_bundle(item.bundle.path) == item.bundle for item in built)
+    first, second = (item.bundle.manifest for item in built)
+    assert second.files == first.files
+    assert second.checks == first.checks
+    if first.sku != second.sku:  # what is the same for both is made and stored once
+        assert built[1].bundle.engine_path.samefile(built[0].bundle.engine_path)
+        assert [name for name in silent.seconds if name.startswith(f"{second.sku.name}: ")] == [
+            f"{second.sku.name}: shares {first.sku.name}'s engine"
+        ]
     assert sorted(os.listdir(tmp_path / "out")) == sorted({item.bundle.path.name for item in built})
 
 
@@ -299,7 +311,7 @@ def test_machines_that_are_not_this_one(tiny_llama_folder, silent, tmp_path, mon
     assert "h200 needs CUDAExecutionProvider" in refused(
         str(tiny_llama_folder), silent, ("cpu", "h200"), out=tmp_path / "bundle"
     )
-    monkeypatch.setattr(module, "host_cpu_features", lambda: frozenset({"avx2", "fma", "f16c"}))
+    monkeypatch.setattr(buildable, "host_cpu_features", lambda: frozenset({"avx2", "fma", "f16c"}))
     text = refused(str(tiny_llama_folder), silent, ("cpu-avx512",), out=tmp_path / "bundle")
     assert "whose CPU lacks avx512bw" in text
     assert os.listdir(tmp_path) == []

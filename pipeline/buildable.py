@@ -1,0 +1,55 @@
+"""What this version of Kiln can build for which SKU, and on which machine: for `build-engine` and `kiln doctor` alike.
+
+Knows backends and the attention plugin, not models: whether one fits is `pipeline.forecast`'s.
+"""
+
+from engines.sku import Sku, host_cpu_features
+from plugins.cuda_build import ARCHITECTURES
+from plugins.errors import KilnError
+
+FINISHED = frozenset({("onnxruntime", "CPUExecutionProvider")})
+"""Backends and providers that the build and the runtime take whole models through."""
+OLDEST_FOR_ATTENTION = next(iter(ARCHITECTURES))
+
+
+def unfinished_backend(sku: Sku) -> str | None:
+    """Why this version builds nothing for the SKU, whatever the machine; None where it does."""
+    if (sku.backend, sku.provider) in FINISHED:
+        return None
+    if sku.provider is None:
+        return f"SKU {sku.name} is built with TensorRT, for which this version of Kiln builds no engines yet"
+    return f"SKU {sku.name} needs {sku.provider}, for which this version of Kiln builds no engines yet"
+
+
+def attention_problem(sku: Sku) -> str | None:
+    """Why a decoder's attention does not run on the SKU as a plugin, and the form that does; None where it runs."""
+    if sku.runs_attention_plugin:
+        return None
+    return (
+        f"SKU {sku.name} is {sku.arch}, but Kiln's paged-attention plugin needs {OLDEST_FOR_ATTENTION} or newer; a "
+        "decoder runs there only in the plugin-free form: TensorRT's own attention layers over a linear KV cache "
+        "(TensorRT 10.15 or newer)"
+    )
+
+
+def refuse_unbuildable(sku: Sku, is_decoder: bool, elsewhere: bool = False) -> None:
+    """Raise KilnError unless an engine for the SKU can be built, and checked, on this machine.
+
+    `elsewhere`: it will be checked on a machine of that type before it is used.
+    """
+    unfinished = unfinished_backend(sku)
+    if is_decoder and (problem := attention_problem(sku)):
+        raise KilnError(
+            problem + (f", and {unfinished.partition(', ')[2]}" if unfinished else "") + "; for a decoder choose "
+            f"a SKU from {OLDEST_FOR_ATTENTION} on, or --sku cpu"
+        )
+    if unfinished:
+        raise KilnError(
+            f"{unfinished}; kiln doctor --sku {sku.name} shows what this machine has for it, and "
+            f"kiln optimize --sku {sku.name} makes its graph; use --sku cpu, cpu-avx2 or cpu-avx512"
+        )
+    if not elsewhere and (missing := set(sku.cpu_features) - host_cpu_features()):
+        raise KilnError(
+            f"SKU {sku.name} cannot be checked on this machine, whose CPU lacks {', '.join(sorted(missing))}; "
+            "build it on a machine of that type, or use --sku cpu"
+        )
