@@ -2,7 +2,7 @@
 
 Commands parse options, call one function of the pipeline and print. Results go to standard output,
 progress to standard error. Exit codes: 0 done, 1 a comparison beyond its tolerance, 2 bad input, 3 an engine that the
-accuracy gate refused, 130 interrupted.
+accuracy gate refused, 130 interrupted; nightly has its own.
 """
 
 import json
@@ -27,9 +27,11 @@ from pipeline.cli_capi import capi_group
 from pipeline.cli_compare import compare_command
 from pipeline.cli_doctor import doctor_command
 from pipeline.cli_load import load_command
+from pipeline.cli_nightly import nightly_group
 from pipeline.cli_optimize import optimize_command, pass_options, switches_from_options
 from pipeline.cli_profile import profile_command
 from pipeline.cli_quantize import quantize_from_options, quantize_options
+from pipeline.cli_registry import registry_group
 from pipeline.cli_run import run_bundle_command
 from pipeline.cli_serve import serve_command
 from pipeline.cli_sku import sku_file_option, sku_group
@@ -181,7 +183,9 @@ kiln_group.add_command(bisect_command)
 kiln_group.add_command(calibrate_command)
 kiln_group.add_command(capi_group)
 kiln_group.add_command(load_command)
+kiln_group.add_command(nightly_group)
 kiln_group.add_command(profile_command)
+kiln_group.add_command(registry_group)
 kiln_group.add_command(serve_command)
 kiln_group.add_command(sku_group)
 kiln_group.add_command(tune_command)
