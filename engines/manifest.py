@@ -180,6 +180,37 @@ class QuantizationRecord(Record):
         return f"{layers}{f', cache {self.kv}' if self.kv else ''}; {self.verdict}"
 
 
+class MemoryPhase(Record):
+    """Bytes that one kind of step takes: tensors alive at once, scratch inside kernels, keys and values.
+
+    `peak` is their sum, and the weights.
+    """
+
+    name: str
+    activations: int
+    workspace: int
+    cache: int
+    peak: int
+
+
+class MemoryRecord(Record):
+    """Where an engine's memory goes, in bytes. `kv_pool` is what its cache reserves unless the caller says otherwise.
+
+    Weights are counted as they are stored; pages of the pool are committed when they are first used.
+    """
+
+    weights: int
+    kv_pool: int
+    phases: tuple[MemoryPhase, ...]
+
+    def sentence(self) -> str:
+        """For people."""
+        largest = max(self.phases, key=lambda phase: phase.peak)
+        parts = [("weights", self.weights), ("KV pool", self.kv_pool), (f"peak ({largest.name})", largest.peak)]
+        parts += [("activations", largest.activations), ("workspace", largest.workspace)]
+        return ", ".join(f"{name} {count / 2**20:.1f} MiB" for name, count in parts)
+
+
 class Manifest(Record):
     """`manifest.json`. `parent` is the identity of the bundle that this one was tuned from."""
 
@@ -202,4 +233,5 @@ class Manifest(Record):
     parent: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     serving: ServingRecord | None = None
     quantization: QuantizationRecord | None = None
+    memory: MemoryRecord | None = None
     files: dict[str, FileRecord]

@@ -20,8 +20,9 @@ L_product, so that a quantised engine may exceed it where products are the limit
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from engines.bundle import EngineBundle, open_bundle
+from engines.manifest import MemoryRecord
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
 from engines.runtime.scheduler import SchedulerConfig
@@ -37,6 +39,7 @@ from pipeline.compare.inputs import input_specs_from_graph, sample_of_batch
 from pipeline.compare.machine import machine_description, package_versions
 from pipeline.floors import decoder_work_from_graph, plain_operations, weight_bytes
 from pipeline.limits import Limits, best_limits, measure_limits, peak_memory, reset_peak_memory
+from pipeline.memory import memory_account
 from pipeline.progress import Progress
 from plugins.errors import KilnError
 from plugins.measure import usable_cpus
@@ -84,6 +87,8 @@ class Figure:
     floor: float | None
     bound_by: str
     higher_is_better: bool = True
+    values: tuple[float, ...] = ()
+    """Of the repetitions."""
 
     @property
     def ratio(self) -> float | None:
@@ -107,10 +112,15 @@ class BenchReport:
     versions: Mapping[str, str]
     limits: Limits
     figures: tuple[Figure, ...]
+    memory: MemoryRecord | None = None
+    """Where memory goes by the engine's own account."""
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    """Most bytes of resident memory of this process by phase."""
 
     def to_json(self) -> str:
         """One line."""
         document = asdict(self)
+        document["memory"] = None if self.memory is None else self.memory.model_dump()
         document["figures"] = [{**asdict(figure), "ratio": figure.ratio} for figure in self.figures]
         return json.dumps(document, allow_nan=False)
 
@@ -135,27 +145,40 @@ def bench(bundle_path: Path, config: BenchConfig, progress: Progress) -> BenchRe
     threads = config.threads or usable_cpus()
     with progress.stage("measure this machine's limits"):
         before = measure_limits(threads)
-    reset_peak_memory()
     # The engine is measured, not how requests share it: prompts in large pieces, also beside decoding.
     scheduling = SchedulerConfig(
         max(config.decode_batches), tokens_per_step=512, step_stretch=None, share_prefixes=False
     )
-    with progress.stage("open"):
+    peaks: dict[str, float] = {}
+    with _phase("open", "open", peaks, progress):
         engine = Engine.open(bundle_path, config=scheduling, threads=threads)
     with engine:
         decoder = bundle.manifest.decoder
         if decoder is None:
-            samples, memory_floor = _bench_plain(engine, bundle, config, progress)
+            samples, memory_floor = _bench_plain(engine, bundle, config, peaks, progress)
         else:
-            samples, memory_floor = _bench_decoder(engine, bundle, decoder, config, progress)
-        memory = peak_memory()
+            samples, memory_floor = _bench_decoder(engine, bundle, decoder, config, peaks, progress)
+    memory = max(peaks.values(), default=None)
+    account = bundle.manifest.memory
+    if account is None:
+        with progress.stage("account for memory"):
+            account = memory_account(bundle.engine_path, decoder, bundle.manifest.inputs, bundle.plugin_paths)
     with progress.stage("measure the limits again"):
         limits = best_limits(before, measure_limits(threads))
     figures = [_figure_from_sample(sample, limits) for sample in samples]
     if memory is not None:
         figures.append(
             Figure(
-                "peak_memory", "peak memory", "bytes", memory, memory, memory, memory_floor, "weights and cache", False
+                "peak_memory",
+                "peak memory",
+                "bytes",
+                memory,
+                memory,
+                memory,
+                memory_floor,
+                "weights and cache",
+                False,
+                (memory,),
             )
         )
     return BenchReport(
@@ -169,7 +192,20 @@ def bench(bundle_path: Path, config: BenchConfig, progress: Progress) -> BenchRe
         versions={"kiln": bundle.manifest.kiln_version, **package_versions("onnxruntime")},
         limits=limits,
         figures=tuple(figures),
+        memory=account,
+        peaks=peaks,
     )
+
+
+@contextmanager
+def _phase(title: str, name: str, peaks: dict[str, float], progress: Progress) -> Iterator[None]:
+    """A stage whose peak of memory is its own."""
+    reset_peak_memory()
+    with progress.stage(title):
+        yield
+    peak = peak_memory()
+    if peak is not None:
+        peaks[name] = peak
 
 
 def _figure_from_sample(sample: _Sample, limits: Limits) -> Figure:
@@ -188,11 +224,17 @@ def _figure_from_sample(sample: _Sample, limits: Limits) -> Figure:
         floor=floor,
         bound_by=bound_by,
         higher_is_better=sample.higher_is_better,
+        values=tuple(sample.values),
     )
 
 
 def _bench_decoder(
-    engine: Engine, bundle: EngineBundle, decoder: DecoderSpec, config: BenchConfig, progress: Progress
+    engine: Engine,
+    bundle: EngineBundle,
+    decoder: DecoderSpec,
+    config: BenchConfig,
+    peaks: dict[str, float],
+    progress: Progress,
 ) -> tuple[list[_Sample], float]:
     """Samples, and the least memory in bytes."""
     work = decoder_work_from_graph(bundle.engine_path, decoder)
@@ -202,12 +244,12 @@ def _bench_decoder(
     def prompt(tokens: int) -> tuple[int, ...]:
         return tuple(generator.integers(0, decoder.vocab_size, tokens).tolist())
 
-    with progress.stage("warm up"):
+    with _phase("warm up", "warm_up", peaks, progress):
         engine.generate([prompt(min(64, longest))], SamplingParams(max_tokens=1))
     samples, held = [], 0.0
     lengths = sorted({min(length, longest) for length in config.prompt_lengths})
     for length in lengths:
-        with progress.stage(f"prefill {length}"):
+        with _phase(f"prefill {length}", f"prefill_{length}", peaks, progress):
             times = [_first_token_seconds(engine, prompt(length)) for _ in range(config.repetitions)]
         operations = work.prefill_operations(length)
         samples.append(
@@ -228,7 +270,7 @@ def _bench_decoder(
     for batch in config.decode_batches:
         new = min(config.decode_tokens, max(engine.max_length // 2, 1))
         start = min(config.decode_prompt, engine.max_length - new)
-        with progress.stage(f"decode, batch {batch}"):
+        with _phase(f"decode, batch {batch}", f"decode_batch_{batch}", peaks, progress):
             runs = [_decode_rate(engine, [prompt(start) for _ in range(batch)], new) for _ in range(config.repetitions)]
         context = start + new / 2
         samples.append(
@@ -278,7 +320,7 @@ def _decode_rate(engine: Engine, prompts: list[tuple[int, ...]], tokens: int) ->
 
 
 def _bench_plain(
-    engine: Engine, bundle: EngineBundle, config: BenchConfig, progress: Progress
+    engine: Engine, bundle: EngineBundle, config: BenchConfig, peaks: dict[str, float], progress: Progress
 ) -> tuple[list[_Sample], float]:
     """Samples, and the least memory in bytes."""
     tensors = [(record.name, record.dtype, record.shape) for record in bundle.manifest.inputs]
@@ -292,7 +334,7 @@ def _bench_plain(
         if batch_of_feeds != batch:
             progress.note(f"batch {batch} left out: the model's batch is fixed at {batch_of_feeds}")
             continue
-        with progress.stage(f"batch {batch}"):
+        with _phase(f"batch {batch}", f"batch_{batch}", peaks, progress):
             times = _seconds_of_calls(lambda feeds=feeds: engine.infer(feeds), config.repetitions)  # type: ignore[misc]
         operations = plain_operations(bundle.engine_path, feeds)
         form = " ".join(dict.fromkeys("x".join(map(str, shape)) for shape in shapes.values()))
@@ -337,4 +379,18 @@ def table_from_report(report: BenchReport) -> RenderableType:
         f"Limits measured in this run: reading {report.limits.read_bandwidth / 1e9:.1f} GB/s, "
         f"matrix products {report.limits.product_rate / 1e9:.0f} Gop/s ({report.limits.product_shape})."
     )
-    return Group(table, limits)
+    return Group(table, *_memory_tables(report), limits)
+
+
+def _memory_tables(report: BenchReport) -> list[RenderableType]:
+    """What the engine's own account says of each phase, and what the process took at most."""
+    account = {phase.name: phase for phase in report.memory.phases} if report.memory is not None else {}
+    columns = ("activations", "workspace", "cache", "peak")
+    title = "" if report.memory is None else f": {report.memory.sentence()}"
+    table = Table(title=f"Memory, MiB{title}", title_justify="left")
+    for heading in ("phase", *columns[:-1], "weights and these", "process at most"):
+        table.add_column(heading, justify="left" if heading == "phase" else "right")
+    for name in dict.fromkeys((*account, *report.peaks)):
+        own = [f"{getattr(account[name], column) / 2**20:,.1f}" if name in account else "" for column in columns]
+        table.add_row(name, *own, f"{report.peaks[name] / 2**20:,.1f}" if name in report.peaks else "")
+    return [table]

@@ -9,6 +9,8 @@ from rich.console import Console
 from pipeline.compare import CompareConfig, compare
 from pipeline.compare.html import write_html
 from pipeline.compare.report import tables_from_report
+from pipeline.ledger.recording import ledger_options, record
+from pipeline.ledger.records import entry_from_comparison
 from pipeline.progress import Progress
 
 _DEFAULTS = CompareConfig()
@@ -54,19 +56,25 @@ def _limit_options(command: Any) -> Any:
 @_limit_options
 @click.option("--html", "html_path", type=click.Path(path_type=Path), help="Write a self-contained page with plots.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
-def compare_command(a: str, b: str, html_path: Path | None, as_json: bool, **options: Any) -> None:
+@ledger_options
+def compare_command(
+    a: str, b: str, html_path: Path | None, as_json: bool, ledger: Path, no_ledger: bool, **options: Any
+) -> None:
     """Compare B with the reference A.
 
     Each is an engine bundle, an ONNX file, or anything that build-engine takes as MODEL. Exit code 0: every
     check is within its limit; 1: some are beyond; 2: the two cannot be compared.
     """
     limits = {name: value for name in _LIMITS if (value := options.pop(name)) is not None}
-    report = compare(a, b, CompareConfig(limits=limits, **options), Progress())
+    progress = Progress()
+    report = compare(a, b, CompareConfig(limits=limits, **options), progress)
     if html_path is not None:
         write_html(report, html_path)
     if as_json:
         click.echo(report.to_json())
     else:
         Console().print(tables_from_report(report))
+    if not no_ledger:
+        record(ledger, lambda: entry_from_comparison(report), progress)
     if not report.passed:
         raise click.exceptions.Exit(1)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from engines.backends.memory import process_memory
 from plugins.measure import read_bandwidth
 
 _SHAPES = ((512, 576, 1536), (512, 1536, 576), (1024, 1024, 1024), (2048, 1024, 2048))
@@ -90,8 +91,4 @@ def reset_peak_memory() -> None:
 
 def peak_memory() -> float | None:
     """Most bytes of resident memory so far (VmHWM); None where the system does not say."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return float(line.split()[1]) * 1024
-    return None
+    return process_memory("VmHWM")

@@ -1,5 +1,6 @@
 """Models that many tests share, built once per session from real parts."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,14 @@ from pipeline.config import BuildConfig
 from pipeline.progress import Progress
 
 settings.register_profile("long", max_examples=1000)  # pytest --hypothesis-profile=long FILE
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands record into a ledger of the tests, not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(scope="session")

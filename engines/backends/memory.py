@@ -7,6 +7,7 @@ import mmap
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from engines.sku import host_memory
 from plugins.errors import KilnError
@@ -57,6 +58,15 @@ def shortage_in(error: Exception) -> str | None:
     if asked is None and not isinstance(error, MemoryError) and not any(words in text for words in _ORT_WORDS):
         return None
     return shortage(int(asked[1]) if asked else None)
+
+
+def process_memory(field: Literal["VmRSS", "VmHWM"]) -> float | None:
+    """Bytes of this process's resident memory, now or (VmHWM) at most so far; None where the system does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return float(line.split()[1]) * 1024
+    return None
 
 
 def check_pool(kv: KvSpec, num_blocks: int) -> None:

@@ -23,6 +23,7 @@ from engines.runtime.batch_queue import BatchingConfig
 from engines.runtime.batcher import BatchWorker
 from engines.runtime.guidance import Guide, GuideCompiler
 from engines.runtime.info import EngineInfo
+from engines.runtime.memory_metrics import expose_memory
 from engines.runtime.metrics import EngineMetrics
 from engines.runtime.opening import (
     check_plugins,
@@ -112,7 +113,9 @@ class Engine:
             model = OnnxRuntimeModel(
                 bundle.engine_path, provider=manifest.backend.provider, plugins=bundle.plugin_paths, threads=threads
             )
-            return cls.from_model(model, info_from_bundle(bundle, name), batching or default_batching(manifest))
+            engine = cls.from_model(model, info_from_bundle(bundle, name), batching or default_batching(manifest))
+            expose_memory(engine.metrics, bundle)
+            return engine
         if config is None:
             config = default_config(manifest)
             if kv == "paged" and kv_blocks is None and manifest.serving is not None:
@@ -123,7 +126,12 @@ class Engine:
         elif window is not None:
             raise KilnError(f"window is {window}, which belongs to the static cache; open with kv='static'")
         backend = decoder_backend(bundle, decoder, config, kv_blocks, swap_blocks, window, threads)
-        return cls.from_decoder(backend, decoder, tokenizer, config, window=window, info=info_from_bundle(bundle, name))
+        engine = cls.from_decoder(
+            backend, decoder, tokenizer, config, window=window, info=info_from_bundle(bundle, name)
+        )
+        cache = engine._require_worker().kv  # not the engine itself, which ends when it is forgotten
+        expose_memory(engine.metrics, bundle, backend, lambda: cache.held)
+        return engine
 
     @classmethod
     def from_decoder(

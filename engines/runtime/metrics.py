@@ -3,7 +3,7 @@
 Seconds and tokens. The worker observes; gauges are read when somebody asks. `families` can be sent to another process.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
@@ -40,6 +40,14 @@ class EngineMetrics:
         """A value that is read whenever somebody asks; `read` is called from any thread."""
         gauge = Gauge(f"kiln_{name}", help_text, ["model"], registry=self.registry)
         gauge.labels(self._model).set_function(read)
+
+    def gauges(
+        self, name: str, help_text: str, labels: Sequence[str], reads: Mapping[tuple[str, ...], Callable[[], float]]
+    ) -> None:
+        """Values of one name that are told apart by labels, each read like a gauge."""
+        gauge = Gauge(f"kiln_{name}", help_text, ["model", *labels], registry=self.registry)
+        for values, read in reads.items():
+            gauge.labels(self._model, *values).set_function(read)
 
     def counter(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         """A count that somebody else keeps, read like a gauge."""

@@ -1,0 +1,148 @@
+"""`kiln explain`: step by step, what each optimisation gave in latency, memory and accuracy.
+
+Steps are the builds from the oldest ancestor in the ledger to the bundle, each with its benchmarks and comparisons;
+passes are the bundle's own. What was not measured is left open.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from engines.bundle import EngineBundle
+from engines.manifest import Manifest, PassRecord
+from pipeline.ledger.entry import Entry
+from pipeline.ledger.store import Ledger
+from pipeline.ledger.views import number
+
+_ORDER = ("first_token", "prefill_", "decode_batch_", "latency_batch_", "throughput_batch_", "ablation/")
+_MEMORY = ("peak_memory", "memory/peak", "bundle_bytes")
+_ACCURACY = ("compare/", "check/")
+_MOST_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Step:
+    """One build and what was measured of it: medians over all runs, by figure."""
+
+    entry: Entry
+    figures: Mapping[str, float]
+    units: Mapping[str, str]
+
+    def chosen(self, prefixes: Sequence[str]) -> list[str]:
+        """Names of the figures of a kind."""
+        return [name for name in self.figures if name.startswith(tuple(prefixes))]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The steps, oldest first, and the bundle's own manifest."""
+
+    steps: tuple[Step, ...]
+    manifest: Manifest
+
+
+def explain(bundle: EngineBundle, ledger: Ledger | None) -> Explanation:
+    """What the ledger knows of how a bundle came about; without one, of its own passes only."""
+    steps: list[Step] = []
+    if ledger is not None:
+        found = ledger.entries(kind="build", subject=bundle.sha256, limit=1)
+        entry = found[0] if found else None
+        while entry is not None and len(steps) < _MOST_STEPS:
+            steps.append(_step(ledger, entry))
+            entry = None if entry.parent is None else ledger.entry(entry.parent)
+    return Explanation(tuple(reversed(steps)), bundle.manifest)
+
+
+def _step(ledger: Ledger, entry: Entry) -> Step:
+    values: dict[str, list[float]] = {}
+    units: dict[str, str] = {}
+    for one in ledger.entries(subject=entry.subject):
+        for figure in one.figures:
+            values.setdefault(figure.name, []).append(statistics.median(figure.values))
+            units[figure.name] = figure.unit
+    return Step(entry, {name: statistics.median(found) for name, found in values.items()}, units)
+
+
+def tables_from_explanation(explanation: Explanation) -> RenderableType:
+    """As the terminal shows it."""
+    parts: list[RenderableType] = []
+    if explanation.steps:
+        parts.append(_steps_table(explanation.steps))
+    else:
+        parts.append(Text("The ledger knows no build of this bundle; its own passes are all that can be told.", "dim"))
+    parts.append(_passes_table(explanation.manifest.passes))
+    for check in explanation.manifest.checks:
+        parts.append(Text(f"{check.name}: {check.sentence()}"))
+    if explanation.manifest.quantization is not None:
+        parts.append(Text(f"quantised: {explanation.manifest.quantization.sentence()}"))
+    return Group(*parts)
+
+
+def _steps_table(steps: Sequence[Step]) -> Table:
+    groups = {"latency and rate": _ORDER, "memory": _MEMORY, "accuracy": _ACCURACY}
+    table = Table(title="Steps, each against the one before", title_justify="left", show_lines=True)
+    for heading in ("entry", "what changed", *groups):
+        table.add_column(heading, overflow="fold")
+    before: Step | None = None
+    for step in steps:
+        change = step.entry.change if before is not None else "the first build"
+        cells = [_figures_text(step, before, prefixes) for prefixes in groups.values()]
+        table.add_row(str(step.entry.number), Text(change), *cells)
+        before = step
+    return table
+
+
+def _figures_text(step: Step, before: Step | None, prefixes: Sequence[str]) -> str:
+    """One figure a line, with how it changed."""
+    lines = []
+    for name in step.chosen(prefixes):
+        value, unit = step.figures[name], step.units[name]
+        line = f"{name} {number(value)} {unit}".strip()
+        old = before.figures.get(name) if before is not None else None
+        if old:
+            line += f" ({value / old - 1:+.0%})"
+        lines.append(line)
+    return "\n".join(lines) or "not measured"
+
+
+def _passes_table(passes: Sequence[PassRecord]) -> Table:
+    table = Table(title="Passes of this bundle, in order", title_justify="left")
+    for heading in ("pass", "what it did", "nodes", "one run", "relative error"):
+        table.add_column(heading, justify="left" if heading in ("pass", "what it did") else "right")
+    for record in passes:
+        if not record.changed and record.rolled_back is None:
+            continue
+        did = f"rolled back: {record.rolled_back}" if record.rolled_back else f"{record.rewrites} rewrites"
+        nodes = f"{sum(record.nodes_before.values())} -> {sum(record.nodes_after.values())}"
+        error = "" if record.relative_error is None else f"{record.relative_error:.1e}"
+        table.add_row(record.name, did, nodes, _time_text(record), error)
+    return table
+
+
+def _time_text(record: PassRecord) -> str:
+    if record.seconds_before is None or record.seconds_after is None:
+        return "not measured"
+    change = record.seconds_after / record.seconds_before - 1 if record.seconds_before else 0.0
+    return f"{record.seconds_before * 1e3:.2f} -> {record.seconds_after * 1e3:.2f} ms ({change:+.0%})"
+
+
+def document_from_explanation(explanation: Explanation) -> dict[str, Any]:
+    """The same for JSON."""
+    return {
+        "steps": [
+            {
+                "entry": step.entry.number,
+                "change": step.entry.change,
+                "subject": step.entry.subject,
+                "figures": {name: {"value": value, "unit": step.units[name]} for name, value in step.figures.items()},
+            }
+            for step in explanation.steps
+        ],
+        "passes": [record.model_dump(mode="json") for record in explanation.manifest.passes],
+        "checks": [check.model_dump(mode="json") for check in explanation.manifest.checks],
+    }
