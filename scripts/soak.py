@@ -84,7 +84,7 @@ def report(title: str, outcomes: Outcomes, growth: Growth, away: int, preemption
     if not preemptions:
         problems.append("nothing was preempted: give fewer --kv-blocks")
     print(f"{outcomes.begun.total()} requests, {preemptions} preemptions, {away} blocks not home")
-    print(f"resident memory {growth}")
+    print(f"resident memory without pages of files {growth}")
     print("\n".join(problems) if problems else "all is well")
     return {
         "title": title,

@@ -1,4 +1,6 @@
-"""Resident memory over time, and how fast it grows.
+"""Resident memory over time without pages of files, and how fast it grows.
+
+Pages of files are the weights: those of the embedding become resident as tokens ask for their rows, for hours.
 
 Samples are a second apart and resemble their neighbours, so a line through all of them would seem far surer than it is.
 The line goes through the means of twenty stretches of time instead, and its confidence interval comes from these.
@@ -36,7 +38,7 @@ class Growth:
 
 
 class MemoryWatch:
-    """Samples the resident memory of a process, with its children, until `stop`."""
+    """Samples the anonymous resident memory of a process, with its children, until `stop`."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
@@ -53,17 +55,18 @@ class MemoryWatch:
     def _sample(self) -> None:
         start = time.monotonic()
         while not self._end.wait(1.0):
-            self._samples.append((time.monotonic() - start, resident_mib(self._process)))
+            self._samples.append((time.monotonic() - start, anonymous_mib(self._process)))
 
 
-def resident_mib(process: psutil.Process) -> float:
-    """Of a process and its children together."""
+def anonymous_mib(process: psutil.Process) -> float:
+    """Resident memory of a process and its children together that is no file's."""
     total = 0
     for one in (process, *process.children(recursive=True)):
         try:
-            total += one.memory_info().rss
+            memory = one.memory_info()
         except psutil.NoSuchProcess:
             continue  # ended just now
+        total += memory.rss - memory.shared
     return total / 2**20
 
 
