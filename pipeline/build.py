@@ -15,6 +15,7 @@ from engines.manifest import (
     BackendRecord,
     CheckRecord,
     Manifest,
+    MemoryRecord,
     ModelRecord,
     PassRecord,
     PluginRecord,
@@ -39,6 +40,7 @@ from pipeline.forecast import (
     refuse_what_cannot_fit,
 )
 from pipeline.load import Description, TorchModel, describe, load
+from pipeline.memory import memory_account
 from pipeline.optimize import OptimizeConfig, optimize, target_for
 from pipeline.pass_report import record_from_report, result_of
 from pipeline.progress import Progress
@@ -215,6 +217,7 @@ class _Engine:
     passes: tuple[PassRecord, ...]
     check: CheckRecord
     quantization: QuantizationRecord | None = None
+    memory: MemoryRecord | None = None
 
 
 def _engine(
@@ -242,7 +245,24 @@ def _engine(
         )
         reports = (*reports, *more)
         shutil.rmtree(target.parent)
-    return _Engine(model, tuple(record_from_report(report) for report in reports), check, record)
+    with progress.stage(f"{sku.name}: account for memory"):
+        memory = _memory(inputs, model, libraries, progress)
+    return _Engine(model, tuple(record_from_report(report) for report in reports), check, record, memory)
+
+
+def _memory(inputs: _Inputs, model: OnnxModel, libraries: list[Path], progress: Progress) -> MemoryRecord | None:
+    """The memory account; a model that random inputs do not suit is published without one."""
+    feeds = inputs.feeds[0] if inputs.feeds else None
+    try:
+        account = memory_account(
+            model.path, model.decoder, [_record(tensor) for tensor in model.inputs], libraries, feeds
+        )
+    except KilnError as error:
+        progress.note(f"memory is not accounted for: {error}")
+        return None
+    if account is not None:
+        progress.note(f"memory: {account.sentence()}")
+    return account
 
 
 def _passes_of(config: BuildConfig) -> OptimizeConfig:
@@ -301,6 +321,7 @@ def _manifest(
         passes=engine.passes,
         checks=(engine.check,),
         quantization=engine.quantization,
+        memory=engine.memory,
         files=file_records(folder),
     )
 

@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from pipeline.cli_calibrate import calibrate_command
 from pipeline.cli_capi import capi_group
 from pipeline.cli_compare import compare_command
 from pipeline.cli_doctor import doctor_command
+from pipeline.cli_ledger import explain_command, ledger_group
 from pipeline.cli_load import load_command
 from pipeline.cli_nightly import nightly_group
 from pipeline.cli_optimize import optimize_command, pass_options, switches_from_options
@@ -39,6 +41,8 @@ from pipeline.cli_tune import tune_command
 from pipeline.config import PRECISIONS, BuildConfig
 from pipeline.forecast import size
 from pipeline.gate.report import GateFailedError, tables_from_report
+from pipeline.ledger.recording import ledger_options, record
+from pipeline.ledger.records import entry_from_build
 from pipeline.progress import Progress
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import EXPORT_DTYPES
@@ -108,6 +112,7 @@ def run_command(command: click.Command) -> None:
 @quantize_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 @click.option("--verbose", is_flag=True, help="Show details of every stage, and warnings.")
+@ledger_options
 @click.version_option(package_name="kiln-engine")
 def build_engine_command(
     model: str,
@@ -120,6 +125,8 @@ def build_engine_command(
     options: tuple[str, ...],
     verify: bool,
     measure: bool,
+    ledger: Path,
+    no_ledger: bool,
     **build_options: Any,
 ) -> None:
     """Build a verified engine bundle of MODEL for each SKU.
@@ -151,6 +158,8 @@ def build_engine_command(
     else:
         for item in built:
             print(item.bundle.path)
+    for item in () if no_ledger else built:
+        record(ledger, partial(entry_from_build, item.bundle, progress.seconds), progress)
 
 
 @click.group("kiln", context_settings={"help_option_names": ["-h", "--help"]})
@@ -182,6 +191,8 @@ kiln_group.add_command(bench_command)
 kiln_group.add_command(bisect_command)
 kiln_group.add_command(calibrate_command)
 kiln_group.add_command(capi_group)
+kiln_group.add_command(explain_command)
+kiln_group.add_command(ledger_group)
 kiln_group.add_command(load_command)
 kiln_group.add_command(nightly_group)
 kiln_group.add_command(profile_command)
@@ -238,6 +249,8 @@ def _bundle_table(bundle: EngineBundle) -> Table:
             f"{len(kv.layers)} layers, {types}, blocks of {kv.block_size}, {size(kv.bytes_per_token)} per token"
         )
         rows["context"] = f"{manifest.decoder.max_context} tokens, vocabulary {manifest.decoder.vocab_size}"
+    if manifest.memory is not None:
+        rows["memory"] = manifest.memory.sentence()
     caches = ("key_cache", "value_cache", "key_scale", "value_scale")
     for title, tensors in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
         rows[title] = "\n".join(

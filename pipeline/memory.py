@@ -32,17 +32,21 @@ _PEAK = "mem_in_use_peak"
 
 
 def memory_account(
-    engine: Path, decoder: DecoderSpec | None, inputs: Sequence[TensorRecord], plugins: Sequence[Path]
+    engine: Path,
+    decoder: DecoderSpec | None,
+    inputs: Sequence[TensorRecord],
+    plugins: Sequence[Path],
+    feeds: Mapping[str, NDArray] | None = None,
 ) -> MemoryRecord | None:
     """Run each phase once; None where ONNX Runtime's profile has no memory in it.
 
-    Raises what opening and running the engine raises.
+    A model without a KV cache runs on `feeds`, or random inputs of a few sizes. Raises KilnError where it fails.
     """
     with tempfile.TemporaryDirectory(prefix="kiln-memory-") as folder:
         profile = Path(folder) / "profile"
         if decoder is not None:
             return _decoder_account(engine, decoder, plugins, profile)
-        return _plain_account(engine, inputs, plugins, profile)
+        return _plain_account(engine, inputs, plugins, profile, feeds)
 
 
 def weight_bytes_stored(engine: Path) -> int:
@@ -80,17 +84,21 @@ def _step(sequences: int, new: int, past: int, size: int) -> StepInputs:
 
 
 def _plain_account(
-    engine: Path, inputs: Sequence[TensorRecord], plugins: Sequence[Path], profile: Path
+    engine: Path,
+    inputs: Sequence[TensorRecord],
+    plugins: Sequence[Path],
+    profile: Path,
+    feeds: Mapping[str, NDArray] | None,
 ) -> MemoryRecord | None:
     specs = input_specs_from_graph(load_structure(engine), [(one.name, one.dtype, one.shape) for one in inputs])
-    phases: dict[str, dict[str, NDArray]] = {}
-    for batch in _SAMPLES:
+    phases: dict[str, Mapping[str, NDArray]] = {} if feeds is None else {"given_inputs": feeds}
+    for batch in _SAMPLES if feeds is None else ():
         sample = sample_of_batch(specs, batch, 0)
         found = next((value.shape[0] for value in sample.values() if value.ndim), 1)
         phases[f"batch_{found}"] = sample
     model = OnnxRuntimeModel(engine, plugins=plugins, profile=profile)
-    for sample in phases.values():
-        model.infer(sample)
+    for one in phases.values():
+        model.infer(one)
     runs = runs_from_profile(model.end_profile())
     model.close()
     return _record(weight_bytes_stored(engine), 0, phases, runs, {})

@@ -35,7 +35,7 @@ def expose_memory(
         parts[("kv_swap",)] = lambda: swap
     metrics.gauges("memory_bytes", "Where the engine's memory goes", ["part"], parts)
     if account is not None:
-        phases = {
+        phases: dict[tuple[str, ...], Callable[[], float]] = {
             (phase.name, part): partial(float, getattr(phase, part))
             for phase in account.phases
             for part in ("activations", "workspace", "cache", "peak")
