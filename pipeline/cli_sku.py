@@ -10,9 +10,10 @@ from rich.table import Table
 
 from engines.sku import Precision, Sku, resolve_sku, skus_from_file
 from engines.sku_detect import QUERY, Match, NoDriverError, gpus_from_nvidia_smi, match_gpu, own_gpus, toml_from_gpu
-from pipeline.forecast import Forecast, size
+from pipeline.forecast import size
+from pipeline.page import write_page
 from pipeline.progress import Progress
-from pipeline.roofline import rate_text
+from pipeline.sku_forecast_report import html_from_forecasts, table_from_forecasts
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import EXPORT_DTYPES
 
@@ -103,8 +104,11 @@ def detect_command(sku_file: Path | None, answer: Path | None, as_json: bool) ->
 @click.option("--precision", type=click.Choice(get_args(Precision)), default="fp32", show_default=True)
 @click.option("--kv-dtype", type=click.Choice(EXPORT_DTYPES), default="float32", show_default=True)
 @click.option("--max-context", type=int, help="Longest sequence in tokens.  [default: the model's own]")
+@click.option("--html", "html_path", type=click.Path(path_type=Path), help="Write a self-contained page with plots.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
-def forecast_command(model: str, skus: tuple[str, ...], sku_file: Path | None, as_json: bool, **options: Any) -> None:
+def forecast_command(
+    model: str, skus: tuple[str, ...], sku_file: Path | None, html_path: Path | None, as_json: bool, **options: Any
+) -> None:
     """Say on which SKUs MODEL fits, the largest batch, and the speed that no engine there can exceed.
 
     MODEL is a bundle, or what build-engine takes. Rates come from the table's peaks and not from measurements; they are
@@ -118,7 +122,9 @@ def forecast_command(model: str, skus: tuple[str, ...], sku_file: Path | None, a
     if as_json:
         print(json.dumps([forecast.to_dict() for forecast in forecasts]))
     else:
-        _print(_table_of_forecasts(model, forecasts))
+        _print(table_from_forecasts(model, forecasts))
+    if html_path is not None:
+        write_page(html_from_forecasts(model, forecasts), html_path)
 
 
 def _text(path: Path) -> str:
@@ -205,46 +211,3 @@ def _rows_of_sku(sku: Sku) -> dict[str, str]:
         "source": sku.source,
     }
     return {key: text for key, text in rows.items() if text}
-
-
-def _table_of_forecasts(model: str, forecasts: list[Forecast]) -> Table:
-    table = Table(
-        title=f"{model}: {size(forecasts[0].weights)} of weights; rates are upper bounds", title_justify="left"
-    )
-    lengths = list(forecasts[0].sequences)
-    shown = list(dict.fromkeys([*lengths[:1], *lengths[-1:]]))
-    table.add_column("SKU")
-    table.add_column("fits", overflow="fold")
-    for length in shown:
-        for heading in (f"prefill {length}", f"decode 1 at {length}", f"largest batch at {length}", "decode it"):
-            table.add_column(heading, justify="right")
-    if not shown:
-        for heading in ("one sample", "largest batch", "its rate"):
-            table.add_column(heading, justify="right")
-    for forecast in forecasts:
-        cells = (
-            [cell for length in shown for cell in _decoder_cells(forecast, length)] if shown else _plain_cells(forecast)
-        )
-        fits = "yes, plugin-free" if forecast.plugin_free else "yes"
-        table.add_row(forecast.sku, forecast.problem or fits, *cells)
-    return table
-
-
-def _decoder_cells(forecast: Forecast, length: int) -> list[str]:
-    """Prefill, decoding of one sequence, the largest batch and its decoding, in tokens/s."""
-    roofline = forecast.roofline
-    points = [point for point in roofline.points if point.length == length] if roofline else []
-    prefill = next((point for point in points if point.way == "prefill"), None)
-    decodes = [point for point in points if point.way == "decode"]
-    batch = forecast.sequences[length]
-    one = next((point for point in decodes if point.batch == 1), None)
-    most = next((point for point in decodes if point.batch == batch), None)
-    texts = [f"{rate_text(point.rate)} {point.bound_by[0]}" if point else "" for point in (prefill, one, most)]
-    return [texts[0], texts[1], f"{batch:,}", texts[2]]
-
-
-def _plain_cells(forecast: Forecast) -> list[str]:
-    calls = forecast.roofline.points if forecast.roofline else ()
-    texts = [f"{rate_text(point.rate)}/s {point.bound_by[0]}" for point in (*calls[:1], *calls[-1:])] or ["", ""]
-    most = "unknown" if forecast.most_samples is None else f"{forecast.most_samples:,}"
-    return [texts[0], most, texts[1]]

@@ -19,7 +19,7 @@ A SKU is a machine type that an engine is built for. The table below is what Kil
 kiln sku list
 kiln sku show l4
 kiln sku detect
-kiln sku forecast smollm2
+kiln sku forecast smollm2 --html reports/machines.html
 kiln doctor --sku cpu
 build-engine smollm2 --sku cpu-avx2 --sku cpu-avx512
 ```

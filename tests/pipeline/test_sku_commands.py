@@ -127,3 +127,14 @@ def test_build_engine_takes_a_sku_file(tiny_llama_folder, own, tmp_path):
     assert isinstance(result.exception, KilnError)
     assert "SKU my-gpu needs CUDAExecutionProvider" in str(result.exception)
     assert "forecast for my-gpu" in result.stderr
+
+
+def test_a_page_of_forecasts(tiny_llama_bundle, tmp_path):
+    page = tmp_path / "page.html"
+    assert kiln("sku", "forecast", tiny_llama_bundle.path, "--html", page).exit_code == 0
+    text = page.read_text()
+    assert text.count("<svg") == 2
+    assert "At 256 tokens, in tokens/s" in text
+    assert all(name in text for name, sku in sku_table().items() if not sku.is_cpu)
+    assert kiln("sku", "forecast", tiny_llama_bundle.path, "--sku", "cpu", "--html", page).exit_code == 0
+    assert "<svg" not in page.read_text(), "a CPU's rates are unknown: nothing to draw"
