@@ -117,7 +117,8 @@ def _rates(forecasts: Sequence[Forecast]) -> Plot | None:
             axes.plot([end.rate for end in ends], [row] * len(ends), color=GRID, linewidth=2, zorder=1)
         for limit, color in (("reading", SIDE_A), ("products", SIDE_B)):
             dots = [(end.rate, row) for row, (_, ends) in enumerate(pairs) for end in ends if end.bound_by == limit]
-            axes.scatter(*zip(*dots, strict=True) if dots else ([], []), color=color, s=18, label=limit, zorder=2)
+            rates, rows = [rate for rate, _ in dots], [row for _, row in dots]
+            axes.scatter(rates, rows, color=color, s=18, label=limit, zorder=2)
         axes.set_xscale("log")
         _sku_axis(axes, [name for name, _ in pairs])
         axes.set(xlabel=point.unit)
