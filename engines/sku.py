@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from engines.backends.tensorrt.options import options_from_dict
 from plugins.cuda_build import ARCHITECTURES
 from plugins.errors import KilnError, first_problem
 
@@ -34,7 +35,7 @@ class Sku(BaseModel):
     arch                  `sm_` and the compute capability of a GPU, or the micro-architecture level of a CPU
     generation            what the maker calls that architecture
     provider              ONNX Runtime's execution provider; None for another backend
-    options               of that provider, or of TensorRT's builder, unless a build says otherwise
+    options               of that provider, or TensorRT's (`TensorRtOptions`), unless a build says otherwise
     precisions            types that the hardware multiplies
     plugin_architectures  of the plugin library's code; empty where the attention plugin does not run
     names                 what nvidia-smi, or a Jetson's device tree, calls the machine
@@ -52,7 +53,7 @@ class Sku(BaseModel):
     generation: str = ""
     backend: Literal["onnxruntime", "tensorrt"]
     provider: str | None = None
-    options: dict[str, int | float | str] = {}
+    options: dict[str, bool | int | float | str] = {}
     precisions: tuple[Precision, ...] = Field(min_length=1)
     plugin_architectures: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
@@ -151,12 +152,18 @@ def _sku(name: str, entry: Mapping[str, Any], known: Mapping[str, Sku], where: s
         kept = known[like].model_dump(exclude={"name", "title", "names", "source"}, exclude_unset=True)
         values = {**kept, **values}
     try:
-        return Sku.model_validate({**values, "name": name})
+        sku = Sku.model_validate({**values, "name": name})
     except ValidationError as error:
         key, problem = first_problem(error)
         named = f"key {key}: " if key else ""
         keys = ", ".join(field for field in Sku.model_fields if field != "name")
         raise KilnError(f"{where}: {named}{problem}; keys are {keys}, {LIKE}") from error
+    if sku.backend == "tensorrt":
+        try:
+            options_from_dict(sku.options)
+        except (KilnError, TypeError) as error:
+            raise KilnError(f"{where}: key options: {error}") from error
+    return sku
 
 
 @cache

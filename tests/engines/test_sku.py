@@ -122,6 +122,14 @@ def test_an_entry_of_ones_own(tmp_path):
         (ENTRY.replace("the card's data sheet", ""), "SKU my-gpu: key source: "),
         (ENTRY.replace("CUDAExecutionProvider", "CPUExecutionProvider"), "are not of one machine"),
         (ENTRY.replace("onnxruntime", "tensorrt"), "no other backend has one"),
+        (
+            '[x]\nlike = "t4"\nsource = "a data sheet"\noptions = { level = 3 }',
+            "SKU x: key options: TensorRT has no option level",
+        ),
+        (
+            '[x]\nlike = "t4"\nsource = "a data sheet"\noptions = { optimization_level = 9 }',
+            "SKU x: key options: .* is 9",
+        ),
         (ENTRY.replace("onnxruntime", "tvm"), "SKU my-gpu: key backend: "),
         (ENTRY.replace("[my-gpu]", "[l4]"), "SKU l4: the name is taken"),
         (ENTRY.replace("[my-gpu]", "[cpu]"), "SKU cpu: bad name"),
