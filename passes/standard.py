@@ -136,7 +136,8 @@ FLOAT_TABLE: tuple[Entry, ...] = (
     Entry(SelectRows),  # after the fusions, whose patterns it would cut through
     Entry(
         PackMatMuls,
-        options=lambda target: {"packed_attention": target.decoder is not None, "split": target.backend != "cpu"},
+        options=lambda target: {"packed_attention": target.decoder is not None, "split": target.backend == "cuda"},
+        # TensorRT merges products itself; packed ones before a Split it takes apart and multiplies in float
     ),
     Entry(FuseSkipNorm, default=lambda target: target.backend == "cuda"),
     Entry(PruneStructure, default=_never),

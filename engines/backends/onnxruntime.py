@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.base import StepInputs
+from engines.backends.checking import check_inputs
 from engines.backends.memory import check_pool, shortage, shortage_in
 from engines.backends.probes import PREFIX, graph_with_probes
 from engines.backends.window import graph_with_window
@@ -242,37 +243,12 @@ class OnnxRuntimeModel:
 
     def check(self, inputs: Mapping[str, NDArray]) -> None:
         """Raise KilnError naming a missing, unknown, mis-shaped or mis-typed input. Types are not converted."""
-        known = [tensor.name for tensor in self.inputs]
-        missing = sorted(set(known) - set(inputs))
-        unknown = sorted(set(inputs) - set(known))
-        if missing or unknown:
-            found = ", ".join(sorted(inputs)) or "none"
-            raise KilnError(
-                f"found inputs {found}; the model expects {', '.join(known)}"
-                + (f": add {', '.join(missing)}" if missing else "")
-                + (f": leave out {', '.join(unknown)}" if unknown else "")
-            )
-        for tensor in self.inputs:
-            _check_input(tensor, inputs[tensor.name])
+        check_inputs(self.inputs, inputs)
 
 
 def _tensors(nodes: Sequence[Any]) -> tuple[TensorInfo, ...]:
     """Inputs or outputs of a session; a type that NumPy has no name for, such as a sequence, keeps ONNX's."""
     return tuple(TensorInfo(node.name, _NUMPY_TYPE.get(node.type, node.type), tuple(node.shape)) for node in nodes)
-
-
-def _check_input(tensor: TensorInfo, array: NDArray) -> None:
-    name, dtype, shape = tensor.name, tensor.dtype, tensor.shape
-    if not isinstance(array, np.ndarray):
-        raise KilnError(f"input {name} is a {type(array).__name__}; expected a NumPy array of {dtype}")
-    if array.dtype != np.dtype(dtype):
-        raise KilnError(f"input {name} has dtype {array.dtype}; expected {dtype}: convert it with .astype()")
-    fits = len(shape) == array.ndim and all(
-        not isinstance(want, int) or want == have for want, have in zip(shape, array.shape, strict=True)
-    )
-    if not fits:
-        wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise KilnError(f"input {name} has shape {list(array.shape)}; expected [{wanted}]")
 
 
 def session_from_file(

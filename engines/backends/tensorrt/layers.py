@@ -40,6 +40,12 @@ class EngineLayer:
     output_types: tuple[str, ...]
     constant_types: tuple[str, ...]
 
+    @property
+    def multiplies_in_8_bits(self) -> bool:
+        """Whether the first input and the other operand, an input or a constant, are 8-bit tensors."""
+        others = (*self.input_types[1:2], *self.constant_types[:1])
+        return self.input_types[:1] in (("Int8",), ("FP8",)) and self.input_types[0] in others
+
 
 def layers_from_log(lines: Iterable[str]) -> tuple[EngineLayer, ...]:
     """All layers that a verbose log lists, in the order in which they run; empty where it lists none."""
@@ -66,9 +72,10 @@ def layers_from_file(path: Path) -> tuple[EngineLayer, ...]:
     return TypeAdapter(tuple[EngineLayer, ...]).validate_json(path.read_bytes())
 
 
-def layer_of_node(layers: Iterable[EngineLayer], node: str) -> EngineLayer | None:
-    """The layer that computes an ONNX node; None where it was folded away or the log does not say."""
-    return next((layer for layer in layers if node in layer.nodes), None)
+def float_products(layers: Iterable[EngineLayer], products: Iterable[str]) -> list[str]:
+    """Those of the ONNX products, by name, that no layer multiplies in 8 bits, although their Q and D ask for it."""
+    fused = {name for layer in layers if layer.multiplies_in_8_bits for name in layer.nodes}
+    return [name for name in products if name not in fused]
 
 
 def _layer(match: "re.Match[str]") -> EngineLayer:
