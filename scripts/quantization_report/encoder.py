@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,12 @@ TASK = 0.01
 """Points of the task's accuracy that may be lost."""
 COSINE = 0.98
 """Least mean cosine of W4A16's embeddings."""
-SCHEMES = ("w8a8-dynamic", "w8a8", "w4a16")
+SCHEMES = {
+    "w8a8-dynamic": QuantizeConfig("w8a8-dynamic"),
+    "w8a8": QuantizeConfig("w8a8"),
+    "w4a16": QuantizeConfig("w4a16", rounding="awq", group_size=16),
+}
+"""W4A16: in groups of 32 the cosine is 0.967 rounded to nearest, 0.969 by GPTQ, 0.977 by AWQ."""
 _BATCH = 16
 _LONGEST = 128
 """Tokens of a mail; the rest is cut."""
@@ -33,8 +39,8 @@ def minilm(setting: Setting) -> list[Findings]:
     assert tokenizer is not None
     texts, task = _texts(setting, tokenizer), _task(setting, tokenizer)
     made = {
-        name: maker.make(name, QuantizeConfig(name, search=search_of(setting)))
-        for name in SCHEMES
+        name: maker.make(name, replace(config, search=search_of(setting)))
+        for name, config in SCHEMES.items()
         if setting.wants(name)
     }
     times = times_of(maker, made, _batches([texts[0]])[0].feeds, setting)
@@ -62,6 +68,7 @@ def minilm(setting: Setting) -> list[Findings]:
         f"Cosines over {len(texts)} texts of 4 to 256 tokens of {setting.corpora.origin}; the task over "
         f"{sum(len(sample.labels) for sample in task.samples)} mails of SpamAssassin, half of them spam: softmax "  # type: ignore[arg-type]
         "regression on embeddings, trained on one half and tested on the other, on each graph's own embeddings. "
+        "W4A16 by AWQ in groups of 16. "
         f"Times of one text of {len(texts[0])} tokens."
     ]
     return [Findings("minilm", "MiniLM-L6", columns, rows, verdicts, with_times(data, times), notes)]
