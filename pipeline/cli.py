@@ -21,6 +21,7 @@ from rich.table import Table
 from engines.bundle import EngineBundle, open_bundle
 from engines.manifest import PassRecord
 from engines.sku import sku_table
+from pipeline.cli_ablate import ablate_command
 from pipeline.cli_bench import bench_command
 from pipeline.cli_bisect import bisect_command
 from pipeline.cli_calibrate import calibrate_command
@@ -187,6 +188,7 @@ kiln_group.add_command(run_bundle_command)
 kiln_group.add_command(optimize_command)
 kiln_group.add_command(compare_command)
 kiln_group.add_command(doctor_command)
+kiln_group.add_command(ablate_command)
 kiln_group.add_command(bench_command)
 kiln_group.add_command(bisect_command)
 kiln_group.add_command(calibrate_command)

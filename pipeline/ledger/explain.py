@@ -5,7 +5,7 @@ passes are the bundle's own. What was not measured is left open.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,20 @@ from rich.text import Text
 
 from engines.bundle import EngineBundle
 from engines.manifest import Manifest, PassRecord
-from pipeline.ledger.entry import Entry
+from pipeline.ledger.entry import Entry, Kind
 from pipeline.ledger.store import Ledger
 from pipeline.ledger.views import number
 
-_ORDER = ("first_token", "prefill_", "decode_batch_", "latency_batch_", "throughput_batch_", "ablation/")
-_MEMORY = ("peak_memory", "memory/peak", "bundle_bytes")
+_ORDER = (
+    "first_token",
+    "prefill_",
+    "decode_batch_",
+    "latency_batch_",
+    "throughput_batch_",
+    "ablation/rate",
+    "ablation/latency",
+)
+_MEMORY = ("peak_memory", "ablation/peak_memory", "bundle_bytes")
 _ACCURACY = ("compare/", "check/")
 _MOST_STEPS = 50
 
@@ -43,28 +51,44 @@ class Explanation:
     """The steps, oldest first, and the bundle's own manifest."""
 
     steps: tuple[Step, ...]
+    ablation: tuple[Step, ...]
+    """The variants of an ablation that led to this bundle, each with its own figures."""
     manifest: Manifest
 
 
 def explain(bundle: EngineBundle, ledger: Ledger | None) -> Explanation:
     """What the ledger knows of how a bundle came about; without one, of its own passes only."""
+    if ledger is None:
+        return Explanation((), (), bundle.manifest)
+    return Explanation(
+        _chain(ledger, bundle, "build", lambda entry: _step(ledger, entry)),
+        _chain(ledger, bundle, "ablation", lambda entry: _step_of([entry], entry)),
+        bundle.manifest,
+    )
+
+
+def _chain(ledger: Ledger, bundle: EngineBundle, kind: Kind, step: Callable[[Entry], Step]) -> tuple[Step, ...]:
+    """The newest entry of the bundle and its ancestors, oldest first."""
+    found = ledger.entries(kind=kind, subject=bundle.sha256, limit=1)
+    entry = found[0] if found else None
     steps: list[Step] = []
-    if ledger is not None:
-        found = ledger.entries(kind="build", subject=bundle.sha256, limit=1)
-        entry = found[0] if found else None
-        while entry is not None and len(steps) < _MOST_STEPS:
-            steps.append(_step(ledger, entry))
-            entry = None if entry.parent is None else ledger.entry(entry.parent)
-    return Explanation(tuple(reversed(steps)), bundle.manifest)
+    while entry is not None and len(steps) < _MOST_STEPS:
+        steps.append(step(entry))
+        entry = None if entry.parent is None else ledger.entry(entry.parent)
+    return tuple(reversed(steps))
 
 
 def _step(ledger: Ledger, entry: Entry) -> Step:
+    """A build with the benchmarks and comparisons of its bundle."""
+    return _step_of([one for one in ledger.entries(subject=entry.subject) if one.kind != "ablation"], entry)
+
+
+def _step_of(entries: Sequence[Entry], entry: Entry) -> Step:
     values: dict[str, list[float]] = {}
     units: dict[str, str] = {}
-    for one in ledger.entries(subject=entry.subject):
-        for figure in one.figures:
-            values.setdefault(figure.name, []).append(statistics.median(figure.values))
-            units[figure.name] = figure.unit
+    for figure in (figure for one in entries for figure in one.figures):
+        values.setdefault(figure.name, []).append(statistics.median(figure.values))
+        units[figure.name] = figure.unit
     return Step(entry, {name: statistics.median(found) for name, found in values.items()}, units)
 
 
@@ -72,9 +96,11 @@ def tables_from_explanation(explanation: Explanation) -> RenderableType:
     """As the terminal shows it."""
     parts: list[RenderableType] = []
     if explanation.steps:
-        parts.append(_steps_table(explanation.steps))
+        parts.append(_steps_table("Builds, each against the one before", explanation.steps))
     else:
         parts.append(Text("The ledger knows no build of this bundle; its own passes are all that can be told.", "dim"))
+    if explanation.ablation:
+        parts.append(_steps_table("Ablation, each against the one before", explanation.ablation))
     parts.append(_passes_table(explanation.manifest.passes))
     for check in explanation.manifest.checks:
         parts.append(Text(f"{check.name}: {check.sentence()}"))
@@ -83,14 +109,14 @@ def tables_from_explanation(explanation: Explanation) -> RenderableType:
     return Group(*parts)
 
 
-def _steps_table(steps: Sequence[Step]) -> Table:
+def _steps_table(title: str, steps: Sequence[Step]) -> Table:
     groups = {"latency and rate": _ORDER, "memory": _MEMORY, "accuracy": _ACCURACY}
-    table = Table(title="Steps, each against the one before", title_justify="left", show_lines=True)
+    table = Table(title=title, title_justify="left", show_lines=True)
     for heading in ("entry", "what changed", *groups):
         table.add_column(heading, overflow="fold")
     before: Step | None = None
     for step in steps:
-        change = step.entry.change if before is not None else "the first build"
+        change = step.entry.change if before is not None else "the first"
         cells = [_figures_text(step, before, prefixes) for prefixes in groups.values()]
         table.add_row(str(step.entry.number), Text(change), *cells)
         before = step
@@ -134,15 +160,17 @@ def _time_text(record: PassRecord) -> str:
 def document_from_explanation(explanation: Explanation) -> dict[str, Any]:
     """The same for JSON."""
     return {
-        "steps": [
-            {
-                "entry": step.entry.number,
-                "change": step.entry.change,
-                "subject": step.entry.subject,
-                "figures": {name: {"value": value, "unit": step.units[name]} for name, value in step.figures.items()},
-            }
-            for step in explanation.steps
-        ],
+        "builds": [_step_document(step) for step in explanation.steps],
+        "ablation": [_step_document(step) for step in explanation.ablation],
         "passes": [record.model_dump(mode="json") for record in explanation.manifest.passes],
         "checks": [check.model_dump(mode="json") for check in explanation.manifest.checks],
+    }
+
+
+def _step_document(step: Step) -> dict[str, Any]:
+    return {
+        "entry": step.entry.number,
+        "change": step.entry.change,
+        "subject": step.entry.subject,
+        "figures": {name: {"value": value, "unit": step.units[name]} for name, value in step.figures.items()},
     }

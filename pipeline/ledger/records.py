@@ -29,7 +29,7 @@ def entry_from_build(bundle: EngineBundle, seconds: Mapping[str, float]) -> Entr
         name=manifest.name,
         subject=bundle.sha256,
         path=str(bundle.path.resolve()),
-        facts={**facts_from_manifest(manifest), **_here(package_versions(*_LIBRARIES))},
+        facts={**facts_from_manifest(manifest), **here()},
         figures=(
             *checks,
             FigureValues("bundle_bytes", "bytes", (float(size),), False),
@@ -130,10 +130,11 @@ def facts_from_manifest(manifest: Manifest) -> dict[str, str]:
     return facts
 
 
-def _here(versions: Mapping[str, str]) -> dict[str, str]:
+def here() -> dict[str, str]:
+    """This machine and the libraries that are installed."""
     return {
         **{f"machine.{key}": text for key, text in machine_description().items()},
-        **{f"version.{key}": text for key, text in versions.items()},
+        **{f"version.{key}": text for key, text in package_versions(*_LIBRARIES).items()},
     }
 
 
