@@ -98,7 +98,10 @@ def _perform(
     if as_json:
         click.echo(report.to_json())
     else:
-        Console().print(_table(report))
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 200
+        console.print(_table(report))
     raise click.exceptions.Exit(report.exit_code)
 
 

@@ -123,7 +123,10 @@ def list_command(model: str | None, sku: str | None, as_json: bool, **options: A
         release = item.release
         cells = (size(release.bytes), release.created, release.bundle[:12])
         table.add_row(release.model, release.sku, str(release.version), item.state, *cells)
-    Console().print(table if found else "no releases")
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a digest in one piece, for those who search the text
+    console.print(table if found else "no releases")
 
 
 @registry_group.command("pull")

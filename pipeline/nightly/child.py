@@ -32,12 +32,9 @@ def main() -> int:
         from pipeline.nightly.tasks import TASKS
 
         result = TASKS[document["kind"]](order.parent, document["options"])
-    except MemoryError as error:
-        print(f"error: {error or 'no memory'}", flush=True)
-        return OUT_OF_MEMORY
     except Exception as error:
-        if any(words in str(error) for words in _NO_MEMORY):
-            print(f"error: {' '.join(str(error).split())}", flush=True)
+        if _lacks_memory(error):
+            print(f"error: {' '.join(str(error).split()) or 'no memory'}", flush=True)
             return OUT_OF_MEMORY
         if not isinstance(error, KilnError):
             raise
@@ -47,6 +44,15 @@ def main() -> int:
     temporary.write_text(json.dumps({"result": result, "peak": peak_memory()}))
     temporary.rename(answer)
     return 0
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it was made of, says that there is no memory."""
+    while error is not None:
+        if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _die_with(parent: int) -> None:

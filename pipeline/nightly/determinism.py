@@ -89,7 +89,7 @@ def _distance(name: str, a: Mapping[str, NDArray], b: Mapping[str, NDArray]) -> 
         return float("inf")
     if not both.any():
         return 0.0
-    return float(np.abs(x - y)[both].max() / max(np.abs(y[both]).max(), np.finfo(np.float32).tiny))
+    return float(np.abs(x[both] - y[both]).max() / max(np.abs(y[both]).max(), np.finfo(np.float32).tiny))
 
 
 def _outputs(path: Path, options: DeterminismOptions, threads: int | None) -> tuple[Outputs, Outputs]:

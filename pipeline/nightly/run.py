@@ -26,6 +26,7 @@ from pipeline.progress import Progress
 from pipeline.registry.pull import pull
 from pipeline.registry.records import Attestation, ChannelEntry, Release
 from pipeline.registry.registry import Registry
+from pipeline.registry.store import RegistryError
 from pipeline.source import ModelSource, resolve_source
 from plugins.errors import KilnError
 
@@ -170,19 +171,25 @@ class Job:
         """The upload gate: what was sent is read back and compared with its digests; once it is sent again."""
         start = time.monotonic()
         self._say("publish")
-        release = self._registry.publish(path, self.model, inputs=inputs)
-        problems = self._registry.check(release)
-        told = ""
-        if problems:
-            told = f"{problems[0]}; sent again"
-            self._registry.publish(path, self.model, inputs=inputs, repair=True)
-            problems = self._registry.check(release)
+        release, problem = self._send(path, inputs, repair=False)
+        told = "" if release is not None else f"{problem}; sent again"
+        if release is None:
+            release, problem = self._send(path, inputs, repair=True)
         seconds = time.monotonic() - start
-        if problems:
-            raise StepFailedError(Case("upload", "failed", problems[0], seconds))
+        if release is None:
+            raise StepFailedError(Case("upload", "failed", problem, seconds))
         self._journal.note(self._name, "publish", release.bundle, {"version": release.version})
         self._cases.append(Case("upload", "passed", told or f"version {release.version}", seconds))
         return release
+
+    def _send(self, path: Path, inputs: dict[str, str], repair: bool) -> tuple[Release | None, str]:
+        """The release, or what was wrong with it."""
+        try:
+            release = self._registry.publish(path, self.model, inputs=inputs, repair=repair)
+        except RegistryError as error:
+            return None, str(error)
+        problems = self._registry.check(release)
+        return (None, problems[0]) if problems else (release, "")
 
     # From candidate to canary
 

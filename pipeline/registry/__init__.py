@@ -3,7 +3,7 @@
 from pipeline.registry.keys import SigningKey, TrustedKeys
 from pipeline.registry.records import Attestation, Channel, ChannelEntry, Release
 from pipeline.registry.registry import Registry
-from pipeline.registry.store import RegistryError, Store
+from pipeline.registry.store import RegistryError, Store, UntrustedError
 
 __all__ = [
     "Attestation",
@@ -15,4 +15,5 @@ __all__ = [
     "SigningKey",
     "Store",
     "TrustedKeys",
+    "UntrustedError",
 ]

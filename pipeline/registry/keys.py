@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.registry.records import CHANNELS, Channel
-from pipeline.registry.store import RegistryError
+from pipeline.registry.store import RegistryError, UntrustedError
 from plugins.errors import first_problem
 
 if TYPE_CHECKING:
@@ -78,19 +78,19 @@ class TrustedKeys:
         return len(self._keys)
 
     def verify(self, identity: str, signature: bytes, message: bytes, where: str) -> TrustedKey:
-        """The key that signed. Raises RegistryError for one that is not trusted, or did not sign this."""
+        """The key that signed. Raises UntrustedError for one that is not trusted, or did not sign this."""
         from cryptography.exceptions import InvalidSignature
 
         key = self._keys.get(identity)
         if key is None:
-            raise RegistryError(
+            raise UntrustedError(
                 f"{where} is signed by the key {identity[:16]}, which {self.origin} does not list; do not use it, or "
                 "add the key if you know whose it is"
             )
         try:
             key.public.verify(signature, message)
         except InvalidSignature as error:
-            raise RegistryError(
+            raise UntrustedError(
                 f"{where} does not carry a valid signature of the key '{key.name}' ({identity[:16]}): it was changed "
                 "after it was signed; do not use it"
             ) from error

@@ -24,7 +24,7 @@ from pipeline.registry.records import (
     folder_of,
     release_key,
 )
-from pipeline.registry.store import RegistryError, Store
+from pipeline.registry.store import RegistryError, Store, UntrustedError
 from pipeline.registry.transfer import CHUNK_BYTES, Told, read_chunk, stored_file, upload
 
 
@@ -100,6 +100,7 @@ class Registry:
                     files=files,
                     inputs=dict(inputs or {}),
                 )
+                self._require_chunks(release)
                 self.access.require_lease()
                 if self.access.create(release_key(model, sku, release.version), release):
                     break
@@ -125,7 +126,10 @@ class Registry:
 
     def _published(self, model: str, sku: str, bundle: EngineBundle) -> Release | None:
         for version in self.versions(model, sku)[::-1]:
-            release = self.find(model, sku, version)
+            try:
+                release = self.find(model, sku, version)
+            except UntrustedError:
+                continue  # somebody changed it; so it is not this one
             if release is not None and release.bundle == bundle.sha256:
                 return release
         return None
@@ -153,7 +157,7 @@ class Registry:
             return None
         release = found[0]
         if (release.model, release.sku, release.version) != (model, sku, version):
-            raise RegistryError(
+            raise UntrustedError(
                 f"{self.store.url}/{key} is version {release.version} of {release.model} for {release.sku}: it was put "
                 "into another's place; do not use it"
             )
@@ -202,9 +206,9 @@ class Registry:
             raise RegistryError(f"{self.store.url}/{key} is missing; somebody deleted a part of the channel's history")
         entry, signer = found
         if (entry.model, entry.sku, entry.channel, entry.number) != (model, sku, channel, number):
-            raise RegistryError(f"{self.store.url}/{key} was put into another's place; do not use it")
+            raise UntrustedError(f"{self.store.url}/{key} was put into another's place; do not use it")
         if signer is not None and channel not in signer.channels:
-            raise RegistryError(
+            raise UntrustedError(
                 f"{self.store.url}/{key} is signed by the key '{signer.name}', which may move only "
                 f"{', '.join(signer.channels)}; do not use it"
             )
@@ -299,7 +303,7 @@ class Registry:
             return None
         judged = found[0]
         if (judged.model, judged.sku, judged.version, judged.number) != (model, sku, version, number):
-            raise RegistryError(f"{self.store.url}/{folder} holds another release's attestation; do not use it")
+            raise UntrustedError(f"{self.store.url}/{folder} holds another release's attestation; do not use it")
         return judged
 
     def attest(

@@ -14,7 +14,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from pipeline.registry.keys import SigningKey, TrustedKey, TrustedKeys
-from pipeline.registry.store import RegistryError
+from pipeline.registry.store import UntrustedError
 from plugins.errors import first_problem
 
 _HEADER = re.compile(rb"kiln ed25519 ([0-9a-f]{64}|-) ([0-9a-f]{128}|-)\n")
@@ -36,23 +36,23 @@ def unseal(
 ) -> tuple[Record, TrustedKey | None]:
     """The record and who signed it. `trusted` None takes anything, signed or not: the caller was told to.
 
-    Raises RegistryError for what is unsigned, signed by others, changed, or no such record.
+    Raises UntrustedError for what is unsigned, signed by others, changed, or no such record.
     """
     header = _HEADER.match(data[:_LONGEST_HEADER])
     if header is None:
-        raise RegistryError(f"{where} does not begin as a signed document does; it was damaged, or is not Kiln's")
+        raise UntrustedError(f"{where} does not begin as a signed document does; it was damaged, or is not Kiln's")
     identity, signature = header.groups()
     body = data[header.end() :]
     signer = None
     if trusted is not None:
         if _UNSIGNED in (identity, signature):
-            raise RegistryError(f"{where} is not signed; sign it with --key, or say --allow-unsigned to take it anyway")
+            raise UntrustedError(f"{where} is not signed; sign it with --key, or say --allow-unsigned to take it")
         signer = trusted.verify(identity.decode(), bytes.fromhex(signature.decode()), _covered(place, body), where)
     try:
         return kind.model_validate_json(body), signer
     except ValidationError as error:
         field, problem = first_problem(error)
-        raise RegistryError(f"{where}: field '{field}': {problem}; another version of Kiln wrote it") from error
+        raise UntrustedError(f"{where}: field '{field}': {problem}; another version of Kiln wrote it") from error
 
 
 def _covered(place: str, body: bytes) -> bytes:

@@ -33,6 +33,10 @@ class RegistryError(KilnError):
     """The registry holds what it must not, lacks what it should have, or cannot be reached."""
 
 
+class UntrustedError(RegistryError):
+    """A record that must not be used: unsigned, signed by others, changed, or put into another's place."""
+
+
 class Store:
     """Keys are relative POSIX paths. Every method raises RegistryError for a store that cannot be reached."""
 
