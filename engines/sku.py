@@ -61,7 +61,7 @@ class Sku(BaseModel):
     memory: int | None = Field(default=None, gt=0)
     bandwidth: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     peak: dict[Precision, float] = {}
-    source: str = Field(min_length=10)
+    source: str = Field(min_length=1)
 
     @property
     def is_cpu(self) -> bool:

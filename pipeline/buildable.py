@@ -39,10 +39,8 @@ def refuse_unbuildable(sku: Sku, is_decoder: bool, elsewhere: bool = False) -> N
     """
     unfinished = unfinished_backend(sku)
     if is_decoder and (problem := attention_problem(sku)):
-        raise KilnError(
-            problem + (f", and {unfinished.partition(', ')[2]}" if unfinished else "") + "; for a decoder choose "
-            f"a SKU from {OLDEST_FOR_ATTENTION} on, or --sku cpu"
-        )
+        also = f". {unfinished}" if unfinished else ""
+        raise KilnError(f"{problem}{also}; choose a SKU of {OLDEST_FOR_ATTENTION} or newer, or --sku cpu")
     if unfinished:
         raise KilnError(
             f"{unfinished}; kiln doctor --sku {sku.name} shows what this machine has for it, and "

@@ -40,8 +40,9 @@ class Roofline:
         return [point for point in self.points if point.way == way]
 
     def sentence(self) -> str:
-        """For people."""
-        parts = [_words(point) for point in self.points]
+        """For people: the shortest length only."""
+        shortest = min((point.length for point in self.points if point.length), default=None)
+        parts = [_words(point) for point in self.points if point.length == shortest]
         peaks = f"{self.peak / 1e12:,.1f} Top/s in {self.precision}, {self.bandwidth / 1e9:,.0f} GB/s"
         return f"at most ({peaks}): {'; '.join(parts)}"
 
