@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from engines.backends.tensorrt.key import EngineKey
+from engines.backends.tensorrt.profiles import Profile
 from passes.onnx_model import DecoderSpec
 
 SCHEMA_VERSION = 1
@@ -53,7 +55,7 @@ class SkuRecord(Record):
 class BackendRecord(Record):
     """The inference library that runs the engine, and the version that it was checked with."""
 
-    name: Literal["onnxruntime"]
+    name: Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
     version: str
     provider: str
 
@@ -211,6 +213,22 @@ class MemoryRecord(Record):
         return ", ".join(f"{name} {count / 2**20:.1f} MiB" for name, count in parts)
 
 
+class TensorRtRecord(Record):
+    """How a TensorRT plan was built. Sizes in bytes; timings are those that the timing cache had and lacked."""
+
+    key: EngineKey
+    options: dict[str, bool | int | float | str | None]
+    profiles: tuple[Profile, ...]
+    weights: str | None = None
+    """The ONNX file that a plan without weights is refitted from."""
+    build_memory: int
+    build_memory_forecast: int
+    engine_memory: dict[str, int] = {}
+    timings_before: int | None = None
+    timings_added: int | None = None
+    warnings: tuple[str, ...] = ()
+
+
 class Manifest(Record):
     """`manifest.json`. `parent` is the identity of the bundle that this one was tuned from."""
 
@@ -234,4 +252,5 @@ class Manifest(Record):
     serving: ServingRecord | None = None
     quantization: QuantizationRecord | None = None
     memory: MemoryRecord | None = None
+    tensorrt: TensorRtRecord | None = None
     files: dict[str, FileRecord]

@@ -38,6 +38,7 @@ from pipeline.cli_registry import registry_group
 from pipeline.cli_run import run_bundle_command
 from pipeline.cli_serve import serve_command
 from pipeline.cli_sku import sku_file_option, sku_group
+from pipeline.cli_tensorrt import tensorrt_group
 from pipeline.cli_tune import tune_command
 from pipeline.config import PRECISIONS, BuildConfig
 from pipeline.forecast import size
@@ -201,6 +202,7 @@ kiln_group.add_command(profile_command)
 kiln_group.add_command(registry_group)
 kiln_group.add_command(serve_command)
 kiln_group.add_command(sku_group)
+kiln_group.add_command(tensorrt_group)
 kiln_group.add_command(tune_command)
 
 

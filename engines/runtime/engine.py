@@ -16,7 +16,6 @@ from typing import Literal
 from numpy.typing import NDArray
 
 from engines.backends.base import DecoderBackend, InferBackend
-from engines.backends.onnxruntime import OnnxRuntimeModel
 from engines.bundle import open_bundle
 from engines.runtime.answer import Answer
 from engines.runtime.batch_queue import BatchingConfig
@@ -32,6 +31,7 @@ from engines.runtime.opening import (
     default_config,
     info_from_bundle,
     kv_cache,
+    model_backend,
 )
 from engines.runtime.prefix_cache import salt_of_tenant
 from engines.runtime.request import Completion, Guidance, Request, SamplingParams
@@ -110,9 +110,7 @@ class Engine:
         check_plugins(bundle)
         tokenizer = Tokenizer(bundle.tokenizer_path) if bundle.tokenizer_path else None
         if manifest.decoder is None:
-            model = OnnxRuntimeModel(
-                bundle.engine_path, provider=manifest.backend.provider, plugins=bundle.plugin_paths, threads=threads
-            )
+            model = model_backend(bundle, threads)
             engine = cls.from_model(model, info_from_bundle(bundle, name), batching or default_batching(manifest))
             expose_memory(engine.metrics, bundle)
             return engine

@@ -1,7 +1,8 @@
 """From a bundle to what an engine is made of: backend, cache account, and how it is served unless somebody says."""
 
-from engines.backends.base import DecoderBackend
-from engines.backends.onnxruntime import OnnxRuntimeDecoder
+from engines.backends.base import DecoderBackend, InferBackend
+from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
+from engines.backends.tensorrt.opening import model_from_plan
 from engines.bundle import EngineBundle
 from engines.manifest import Manifest
 from engines.runtime.batch_queue import BatchingConfig
@@ -12,12 +13,25 @@ from engines.runtime.ring_kv import RingKv, ring_blocks
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.sequence import blocks_for
 from engines.sku import host_memory
-from passes.onnx_model import DecoderSpec
+from passes.onnx_model import DecoderSpec, Tensor
 from plugins.abi import abi_hash
 from plugins.errors import KilnError
 
 _CACHE_SHARE = 4
 """The default cache takes at most one part in so many of the host's memory."""
+
+
+def model_backend(bundle: EngineBundle, threads: int | None) -> InferBackend:
+    """The bundle's engine of a model without a KV cache."""
+    manifest = bundle.manifest
+    if manifest.tensorrt is not None:
+        record = manifest.tensorrt
+        weights = None if record.weights is None else bundle.path / record.weights
+        inputs = [Tensor(tensor.name, tensor.dtype, tensor.shape) for tensor in manifest.inputs]
+        return model_from_plan(bundle.engine_path, record.key, inputs, record.profiles, weights)
+    return OnnxRuntimeModel(
+        bundle.engine_path, provider=manifest.backend.provider, plugins=bundle.plugin_paths, threads=threads
+    )
 
 
 def decoder_backend(

@@ -31,6 +31,7 @@ CONSTANTS = {
     "biz": np.zeros(8, np.int32),
     "wf": np.ones((8, 8, 3, 3), np.float32),
     "half": np.array([4, 4], np.int64),
+    "thirds": np.array([2, 2, 4], np.int64),
     "w8": np.ones((8, 8, 3, 3), ml_dtypes.float8_e4m3fn),
     "w8z": np.zeros(8, ml_dtypes.float8_e4m3fn),
 }
@@ -163,16 +164,20 @@ def test_a_product_that_is_named_because_it(name: str) -> None:
     assert [fault.node for fault in faults if re.search(reason, fault.sentence())][:1] == [node]
 
 
-def test_a_packed_product_is_named() -> None:
-    nodes = (
+def packed(sizes: str, *parts: str) -> tuple[onnx.NodeProto, ...]:
+    return (
         *ENTERS,
         d("m", "ws", "wz", axis=1),
         make("MatMul", ["x_q_d", "m_d"], ["h"], "packed"),
         make("Add", ["h", "b"], ["hb"], "bias"),
-        make("Split", ["hb", "half"], ["k", "v"], "split", axis=-1),
-        make("Mul", ["k", "v"], ["y"], "mul"),
+        make("Split", ["hb", sizes], list(parts), "split", axis=-1),
+        make("Mul", list(parts[:2]), ["y"], "mul"),
     )
-    graph = graph_from_proto(model(*nodes, shape=("n", 8)))
+
+
+def test_packed_queries_keys_and_values_are_named() -> None:
+    assert placement_faults(graph_from_proto(model(*packed("half", "gate", "up"), shape=("n", 8)))) == []
+    graph = graph_from_proto(model(*packed("thirds", "k", "q", "v"), shape=("n", 8)))
     (fault,) = placement_faults(graph)
     assert (fault.node, fault.fusion) == ("packed", "8-bit MatMul")
     assert [node.name for node in quantised_products(graph)] == ["packed"]

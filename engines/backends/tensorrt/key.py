@@ -4,14 +4,12 @@ A plan is machine code for one GPU type, TensorRT and set of plugins; TensorRT f
 deserialises, with messages that do not name both sides, and some not at all. So the key is compared before that.
 """
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engines.backends.tensorrt.api import Product
-from engines.backends.tensorrt.options import HARDWARE, Hardware
+from engines.backends.tensorrt.options import Hardware
 from plugins.errors import KilnError
 
 _WORDS = {
@@ -46,23 +44,6 @@ class EngineKey:
     profiles: str
     hardware: Hardware = "this"
     version_compatible: bool = False
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
-
-
-def key_from_file(path: Path) -> EngineKey:
-    """Raises KilnError for a file that is no key."""
-    try:
-        document: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        known = {field.name for field in fields(EngineKey)}
-        if not isinstance(document, dict) or set(document) != known:
-            raise ValueError(f"expected the keys {', '.join(sorted(known))}")
-        if document["hardware"] not in HARDWARE:
-            raise ValueError(f"hardware is {document['hardware']!r}")
-    except (OSError, ValueError) as error:
-        raise KilnError(f"{path} is no engine key: {error}; rebuild the bundle") from error
-    return EngineKey(**document)
 
 
 def mismatches(built: EngineKey, here: EngineKey) -> tuple[str, ...]:

@@ -1,0 +1,40 @@
+"""From a bundle's plan to a running model: what this machine is, asked before the plan is read."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from engines.backends.tensorrt.api import Product, tensorrt_module
+from engines.backends.tensorrt.key import EngineKey
+from engines.backends.tensorrt.profiles import Profile
+from engines.backends.tensorrt.runtime import TensorRtModel, open_engine
+from engines.sku import sku_table
+from engines.sku_detect import match_gpu, own_gpus
+from passes.onnx_model import Tensor
+from plugins.abi import abi_hash
+from plugins.errors import KilnError
+
+
+def machine_key(built: EngineKey) -> EngineKey:
+    """The same engine's key as this machine would build it. Raises KilnError without GPU, driver or TensorRT."""
+    gpus = own_gpus()
+    if not gpus:
+        raise KilnError(f"this machine has no GPU; the engine was built for SKU {built.sku} ({built.arch})")
+    match = match_gpu(gpus[0], sku_table())
+    return replace(
+        built,
+        tensorrt=tensorrt_module(built.product).__version__,
+        sku=match.sku.name if match.sku is not None else gpus[0].name,
+        arch=gpus[0].arch or (match.sku.arch if match.sku is not None else "unknown"),
+        driver=gpus[0].driver,
+        plugin_abi=None if built.plugin_abi is None else abi_hash(),
+    )
+
+
+def model_from_plan(
+    plan: Path, built: EngineKey, inputs: Sequence[Tensor], profiles: Sequence[Profile], weights: Path | None = None
+) -> TensorRtModel:
+    """Open a plan that was built for this machine. Raises KilnError naming both sides where it was not."""
+    product: Product = built.product
+    opened = open_engine(plan, built, machine_key(built), weights=weights, product=product)
+    return TensorRtModel(opened, inputs, profiles)

@@ -1,0 +1,139 @@
+"""`kiln tensorrt`: engines for NVIDIA GPUs from ONNX models, by TensorRT or by ONNX Runtime's providers of it."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from engines.backends.ort_tensorrt import BACKENDS as ORT_BACKENDS
+from engines.backends.ort_tensorrt import provider_options
+from engines.backends.tensorrt.options import TensorRtOptions
+from engines.backends.tensorrt.profiles import ServingShapes, derive_profiles, sizes_from_text
+from engines.sku import resolve_sku
+from passes.onnx_model import onnx_model_from_path
+from pipeline.cli_sku import sku_file_option
+from pipeline.progress import Progress
+from pipeline.tensorrt import PRODUCTS, TensorRtBuild, build_tensorrt
+from plugins.errors import KilnError
+
+SERVING = ServingShapes()
+_PREFIX = "trt_"
+_MEBIBYTE = 2**20
+
+
+def tensorrt_options(command: Any) -> Any:
+    """An option for each field of `TensorRtOptions`, whose words say what it gives and what it costs."""
+    for option in reversed(fields(TensorRtOptions)):
+        words, name = option.metadata, f"--trt-{option.name.replace('_', '-')}"
+        text = f"{words['gives']} Price: {words['price']}"
+        kind: dict[str, Any] = {"default": option.default, "show_default": option.default is not None}
+        if words["choices"]:
+            kind["type"] = click.Choice(words["choices"])
+        elif option.default is False:
+            kind = {"is_flag": True}
+        elif option.name == "timing_cache":
+            kind["type"] = click.Path(path_type=Path, exists=True, dir_okay=False)
+        else:
+            kind["type"] = int
+        command = click.option(name, f"{_PREFIX}{option.name}", help=text, **kind)(command)
+    return command
+
+
+def options_from_cli(values: dict[str, Any]) -> TensorRtOptions:
+    """Takes its own out of `values`. Raises KilnError for options that exclude one another."""
+    own = {key.removeprefix(_PREFIX): values.pop(key) for key in list(values) if key.startswith(_PREFIX)}
+    if own["workspace"] is not None:
+        own["workspace"] *= _MEBIBYTE
+    return TensorRtOptions(**own)
+
+
+def serving_options(command: Any) -> Any:
+    """How the engine will be served: what its optimisation profiles are derived from."""
+    for option in (
+        click.option("--max-batch", type=int, default=SERVING.max_batch, show_default=True, help="Items of a batch."),
+        click.option("--max-sequence", type=int, help="Longest text in tokens, where the model takes texts."),
+        click.option(
+            "--dim",
+            "dims",
+            multiple=True,
+            metavar="NAME=LEAST:BEST:MOST",
+            help="Sizes of another dimension, such as height=32:640:1280, or NAME=SIZE.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group("tensorrt")
+def tensorrt_group() -> None:
+    """Build engines with TensorRT from ONNX models that kiln optimize made for a GPU."""
+
+
+@tensorrt_group.command("build")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--sku", required=True, help="Machine type; TensorRT builds on a machine of that type.")
+@sku_file_option
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The bundle.")
+@click.option(
+    "--backend",
+    type=click.Choice(PRODUCTS),
+    default="tensorrt",
+    show_default=True,
+    help="tensorrt_rtx is for GeForce, RTX and newer GPUs: plans are small and finished where they are opened.",
+)
+@click.option(
+    "--check/--no-check",
+    default=True,
+    show_default=True,
+    help="Compare the engine with MODEL on this machine's GPU before it is published.",
+)
+@serving_options
+@tensorrt_options
+@click.option("--verbose", is_flag=True, help="Show the builder's phases and warnings.")
+def build_command(
+    model: Path,
+    sku: str,
+    sku_file: Path | None,
+    out: Path,
+    backend: Any,
+    check: bool,
+    max_batch: int,
+    max_sequence: int | None,
+    dims: tuple[str, ...],
+    verbose: bool,
+    **options: Any,
+) -> None:
+    """Build a bundle with a TensorRT plan of the ONNX file MODEL."""
+    serving = _serving(max_batch, max_sequence, dims)
+    config = TensorRtBuild(resolve_sku(sku, sku_file), out, backend, options_from_cli(options), serving, check)
+    print(build_tensorrt(onnx_model_from_path(model), config, Progress(verbose=verbose)).path)
+
+
+@tensorrt_group.command("provider-options")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--backend", type=click.Choice(ORT_BACKENDS), required=True, help="Which of ONNX Runtime's providers.")
+@click.option("--cache", type=click.Path(path_type=Path), required=True, help="Folder of its engine caches.")
+@serving_options
+@tensorrt_options
+def provider_options_command(
+    model: Path,
+    backend: Any,
+    cache: Path,
+    max_batch: int,
+    max_sequence: int | None,
+    dims: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Print the options that ONNX Runtime's TensorRT provider gets for the ONNX file MODEL, as JSON."""
+    found = onnx_model_from_path(model)
+    profiles = derive_profiles(found.inputs, found.decoder, _serving(max_batch, max_sequence, dims))
+    print(json.dumps(provider_options(backend, found.inputs, profiles, options_from_cli(options), cache), indent=1))
+
+
+def _serving(max_batch: int, max_sequence: int | None, dims: tuple[str, ...]) -> ServingShapes:
+    sizes = dict(sizes_from_text(text) for text in dims)
+    if len(sizes) < len(dims):
+        raise KilnError(f"--dim gives one dimension twice: {', '.join(dims)}")
+    return ServingShapes(max_batch=max_batch, max_sequence=max_sequence, dims=sizes)

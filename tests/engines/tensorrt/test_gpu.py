@@ -1,0 +1,111 @@
+"""On a GPU that TensorRT runs on, with the real `tensorrt`: what no other test here executes.
+
+pytest -m tensorrt tests/engines/tensorrt/test_gpu.py
+"""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from engines.backends.onnxruntime import OnnxRuntimeModel
+from engines.backends.tensorrt.options import TensorRtOptions
+from engines.backends.tensorrt.profiles import ServingShapes
+from engines.bundle import EngineBundle
+from engines.runtime.engine import Engine
+from engines.sku import sku_table
+from engines.sku_detect import NoDriverError, match_gpu, own_gpus
+from passes.onnx_model import OnnxModel, onnx_model_from_path
+from pipeline.progress import Progress
+from pipeline.tensorrt import TensorRtBuild, build_tensorrt
+from plugins.errors import KilnError
+
+pytestmark = pytest.mark.tensorrt
+
+
+@pytest.fixture
+def sku():
+    if importlib.util.find_spec("tensorrt") is None:
+        pytest.skip("tensorrt is not installed: pip install tensorrt")
+    try:
+        gpus = own_gpus()
+    except NoDriverError as error:
+        pytest.skip(f"no GPU: {error}")
+    match = match_gpu(gpus[0], sku_table())
+    if match.sku is None:
+        pytest.skip(f"the GPU is no SKU: {match.reason}")
+    return match.sku
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> OnnxModel:
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.standard_normal((16, 3, 3, 3)), "v": rng.standard_normal((16, 10))}
+    graph = helper.make_graph(
+        [
+            helper.make_node("Conv", ["x", "w"], ["c"], "conv1", pads=[1, 1, 1, 1]),
+            helper.make_node("Relu", ["c"], ["r"], "relu1"),
+            helper.make_node("GlobalAveragePool", ["r"], ["p"], "pool"),
+            helper.make_node("Flatten", ["p"], ["f"], "flat"),
+            helper.make_node("MatMul", ["f", "v"], ["y"], "fc"),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 3, 32, 32])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 10])],
+        [numpy_helper.from_array(values.astype(np.float32), name) for name, values in weights.items()],
+    )
+    path = tmp_path / "net.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), path)
+    return onnx_model_from_path(path)
+
+
+def bundle_of(model: OnnxModel, sku, out: Path, options: TensorRtOptions) -> EngineBundle:
+    return build_tensorrt(
+        model, TensorRtBuild(sku, out, options=options, serving=ServingShapes(max_batch=8)), Progress()
+    )
+
+
+SETTINGS = {
+    "as it comes": TensorRtOptions(),
+    "without weights": TensorRtOptions(refit="identical", strip_weights=True),
+    "refittable": TensorRtOptions(refit="all"),
+    "streaming": TensorRtOptions(weight_streaming=True),
+    "version-compatible": TensorRtOptions(version_compatible=True),
+    "ampere-plus": TensorRtOptions(hardware="ampere-plus"),
+    "level 5": TensorRtOptions(optimization_level=5, distributive_independence=True, tf32=True),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_engine_computes_what_the_model_does_at_every_batch(model, sku, tmp_path: Path, name: str) -> None:
+    bundle = bundle_of(model, sku, tmp_path / "bundle", SETTINGS[name])
+    assert (bundle.path / "inspector.json").is_file()
+    reference = OnnxRuntimeModel(model.path)
+    with Engine.open(bundle.path) as engine:
+        for _ in range(4):  # from the third call on a CUDA graph
+            for batch in (1, 2, 5, 8):
+                x = np.random.default_rng(batch).standard_normal((batch, 3, 32, 32)).astype(np.float32)
+                expected, found = reference.infer({"x": x})["y"], engine.infer({"x": x})["y"]
+                assert np.abs(found - expected).max() <= 2e-3 * np.abs(expected).max()
+
+
+def test_a_timing_cache_repeats_the_build(model, sku, tmp_path: Path) -> None:
+    first = bundle_of(model, sku, tmp_path / "first", TensorRtOptions())
+    cache = first.path / "timing.cache"
+    second = bundle_of(model, sku, tmp_path / "second", TensorRtOptions(timing_cache=cache, error_on_cache_miss=True))
+    assert second.manifest.tensorrt is not None
+    assert second.manifest.tensorrt.timings_added == 0
+
+
+def test_a_plan_of_another_driver_is_refused_before_it_is_read(model, sku, tmp_path: Path) -> None:
+    from engines.backends.tensorrt.opening import model_from_plan
+
+    bundle = bundle_of(model, sku, tmp_path / "bundle", TensorRtOptions())
+    record = bundle.manifest.tensorrt
+    assert record is not None
+    with pytest.raises(KilnError, match=r"driver 1\.2, here"):
+        model_from_plan(bundle.engine_path, replace(record.key, driver="1.2"), model.inputs, record.profiles)
