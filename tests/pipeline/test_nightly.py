@@ -17,13 +17,13 @@ pytest.importorskip("cryptography")
 pytest.importorskip("onnxruntime")
 
 from engines.sku import host_cpu_features
-from pipeline.cli_nightly import nightly_group
+from pipeline.cli_nightly import BUSY, nightly_group, run_command
 from pipeline.nightly.config import SpeedOptions, config_from_toml
 from pipeline.nightly.determinism import distances, same
 from pipeline.nightly.determinism import verdict as determinism_verdict
 from pipeline.nightly.executor import Limits, LocalExecutor, Task
 from pipeline.nightly.journal import AlreadyRunningError, Journal, only_run
-from pipeline.nightly.report import JobReport, NightlyReport, junit_from_report
+from pipeline.nightly.report import EXIT_CODES, JobReport, NightlyReport, junit_from_report
 from pipeline.nightly.speed import interval_of, measure
 from pipeline.nightly.speed import verdict as speed_verdict
 from pipeline.registry.records import chunk_key, release_key
@@ -475,6 +475,25 @@ def test_the_command_line_runs_reports_and_tells_cron(world, tmp_path):
     with only_run(made.config.work):
         assert run.invoke(nightly_group, [str(made.path)]).exit_code == 75
     assert run.invoke(nightly_group, ["verify", str(made.path)]).exit_code == 3, "it was judged, and stays where it is"
+
+
+def test_the_examples_are_what_they_say():
+    examples = Path(__file__).parents[2] / "docs" / "nightly"
+    config = config_from_toml(examples / "nightly.toml")
+    assert config.jobs[:2] == (("smollm2", "cpu-avx512"), ("smollm2", "cpu-avx2"))
+    assert config.memory == 12 << 30
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((examples / "cronjob.yaml").read_text())["spec"]["jobTemplate"]["spec"]
+    rules = job["podFailurePolicy"]["rules"]
+    assert rules[0]["onExitCodes"]["values"] == [2, *sorted(EXIT_CODES.values())]
+    workflow = yaml.safe_load((examples / "github-actions.yml").read_text())
+    commands = [step.get("run", "") for step in workflow["jobs"]["nightly"]["steps"]]
+    unit = (examples / "kiln-nightly.service").read_text()
+    container = job["template"]["spec"]["containers"][0]
+    for text in ("\n".join(commands), " ".join(container["args"]), unit):
+        words = text[text.index("kiln nightly") :].split("\n")[0].split()[2:]
+        assert run_command.make_context("run", words).params["config"].name == "nightly.toml"
+    assert f"SuccessExitStatus={BUSY}" in unit
 
 
 def test_reports_hold_whatever_is_said():

@@ -127,7 +127,9 @@ print(json.dumps({{"hits": hits, "calm": in_child(calm.content), "stormy": in_ch
         ),
     ],
 )
-def test_killed_nights_end_as_undisturbed_ones(tmp_path, models, skus, kills):
+def test_killed_nights_end_as_undisturbed_ones(request, tmp_path, models, skus, kills):
+    if kills == 20 and "slow" not in request.config.getoption("-m"):
+        pytest.skip("opt-in, some two minutes: -m slow")
     lacking = {sku for sku in skus if not FEATURES.get(sku, set()) <= host_cpu_features()}
     if lacking:
         pytest.skip(f"this machine is no {', '.join(lacking)}")
