@@ -163,6 +163,7 @@ def verify_command(model: str | None, sku: str | None, **options: Any) -> None:
     """Check every signature and every byte. Exit code 1 where something is wrong."""
     registry, progress = _opened(**options), Progress()
     problems: list[str] = []
+    registry.access.require_format()
     for name, machine in registry.pairs():
         if model in (None, name) and sku in (None, machine):
             with progress.stage(f"{name} {machine}") as told:

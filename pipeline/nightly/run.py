@@ -93,6 +93,7 @@ class Job:
         self.folder = nightly.config.work / "jobs" / f"{model}-{sku}"
         self._cases: list[Case] = []
         self._changes: dict[str, str] = {}
+        self._version: int | None = None
 
     def rebuild(self) -> JobReport:
         """Build what changed and see how far it gets."""
@@ -107,10 +108,10 @@ class Job:
             report = work()
         except StepFailedError as failed:
             self._cases.append(failed.case)
-            report = self._end("failed", f"{failed.case.name}: {failed.case.text}")
+            report = self._end("failed", f"{failed.case.name}: {failed.case.text}", self._version)
         except KilnError as error:
             self._cases.append(Case("registry", "error", str(error)))
-            report = self._end("failed", str(error))
+            report = self._end("failed", str(error), self._version)
         self._say(f"{report.status}: {report.text}")
         return report
 
@@ -194,6 +195,7 @@ class Job:
     # From candidate to canary
 
     def _judged(self, release: Release, sku: Sku, fresh: bool) -> JobReport:
+        self._version = release.version
         judged = self._registry.attestation(self.model, self.sku_name, release.version)
         if judged is None and not self._nightly.machine.can_run(sku):
             self._cases.append(Case("gates", "skipped", f"this machine cannot execute {self.sku_name}"))

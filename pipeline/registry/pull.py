@@ -67,7 +67,9 @@ def pull(
     if head is not None:
         numbers[channel] = head.number
     record = Seen(model=model, sku=sku, version=version, bundle=release.bundle, channels=numbers)
-    seen_path.write_text(record.model_dump_json() + "\n")
+    part = seen_path.with_name(seen_path.name + ".part")
+    part.write_text(record.model_dump_json() + "\n")
+    part.replace(seen_path)
     return release
 
 
