@@ -21,7 +21,7 @@ SENSITIVE = "*.down_proj"
 Keeping as many of the layers that add most noise relative to their own output, which are others, helps little (SmolLM2,
 28 of 151 layers kept, KL divergence: 0.11 so, 0.015 with these)."""
 LIKE_QUALITY = 57
-"""Greedy tokens of the first 64 that equal FP32's where speed is compared at like quality."""
+"""Of 64 prompts, those whose first token is FP32's, where speed is compared at like quality."""
 _GATE_TOKENS = 256
 """Of the gate's continuations: `--gate-tokens`."""
 

@@ -1,4 +1,8 @@
-"""Results of other stacks, as ../shared/anchors/cpu/run_all.py writes them: medians over every sample of all rounds."""
+"""Results of other stacks, as ../shared/anchors/cpu/run_all.py writes them: medians over every sample of all rounds.
+
+A stack's likeness to FP32 is the number of prompts, of 64, whose first token equals that of transformers in FP32.
+Longer agreement says little: one near tie that falls the other way ends it, in a stack of any precision.
+"""
 
 import json
 import statistics
@@ -6,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.gate.metrics import agreement
+from engines.runtime.engine import Engine
+from engines.runtime.request import Request, SamplingParams
 from plugins.errors import KilnError
-from quantization_report.language import GREEDY
 
+PROMPTS = 64
+"""To which counts of equal first tokens are scaled."""
 _WORK = {
     "prefill512": ("prefill 512", 512),
     "prefill2048": ("prefill 2048", 2048),
@@ -18,15 +24,31 @@ _WORK = {
 }
 """Test to workload, and the tokens of one sample."""
 _REFERENCE = "hf fp32"
+_WAYS = (" at once", " stagger")
+"""Ends of labels that say how one stack was given its requests."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One stack. `equal`: tokens of the first 64 after the prompt for decoding that equal FP32's; None: unknown."""
+    """One stack, or one way to use it. `equal`: prompts of PROMPTS whose first token is FP32's; None: unknown."""
 
     label: str
     rates: Mapping[str, float]
-    equal: int | None
+    equal: float | None
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Prompts that the stacks were given, and the first token of FP32's answer to each."""
+
+    prompts: Sequence[tuple[int, ...]]
+    first: Sequence[int]
+
+    def equal(self, engine: Engine) -> float:
+        """Of PROMPTS, those whose first greedy token is FP32's."""
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+        answers = engine.generate([Request(prompt, sampling) for prompt in self.prompts])
+        return _scaled([answer.token_ids[0] for answer in answers], self.first)
 
 
 def peers_from_folder(folder: Path) -> tuple[Peer, ...]:
@@ -39,52 +61,52 @@ def peers_from_folder(folder: Path) -> tuple[Peer, ...]:
         row = json.loads(line)
         if row["test"] in _WORK:
             samples.setdefault(row["label"], {}).setdefault(row["test"], []).extend(row["samples"])
-    tokens = _tokens(folder)
-    reference = tokens.get(_named(_REFERENCE))
+    first = _first_tokens(folder)
+    equal = {stack: _equal(tokens, first.get(_REFERENCE, {})) for stack, tokens in first.items()}
     return tuple(
         Peer(
             label,
             {_WORK[test][0]: _WORK[test][1] / statistics.median(taken) for test, taken in tests.items()},
-            _equal(tokens.get(_named(label)), reference),
+            equal.get(_stack(label)),
         )
         for label, tests in samples.items()
     )
 
 
-def _tokens(folder: Path) -> dict[str, list[int]]:
-    """Greedy tokens of the decoding test by label, as the files name it."""
-    found: dict[str, list[int]] = {}
+def anchor_from_folder(folder: Path) -> Anchor | None:
+    """None where the folder lacks `prompts.json`, the workload that the peers were given, or FP32's tokens."""
+    path, first = folder / "prompts.json", _first_tokens(folder).get(_REFERENCE)
+    if not first or not path.is_file():
+        return None
+    sets = json.loads(path.read_text())["sets"]
+    prompts = [tuple(prompt) for name in first for prompt in sets[int(name.removeprefix("set"))]]
+    return Anchor(prompts, [token for tokens in first.values() for token in tokens])
+
+
+def _first_tokens(folder: Path) -> dict[str, dict[str, list[int]]]:
+    """By stack and set of prompts: the first token of the answer to each."""
+    found: dict[str, dict[str, list[int]]] = {}
     for path in sorted(folder.glob("*.tokens.json")):
-        document = json.loads(path.read_text())
-        if "decode" in document:
-            found[path.name[3 : -len(".tokens.json")]] = document["decode"]
+        sets = {name: answers for name, answers in json.loads(path.read_text()).items() if name.startswith("set")}
+        stack = _stack(path.name[3 : -len(".tokens.json")].replace("_", " "))
+        found.setdefault(stack, {}).update({name: [answer[0] for answer in sets[name]] for name in sets})
     return found
 
 
-def _named(label: str) -> str:
-    return label.replace(" ", "_").replace("/", "_")
+def _stack(label: str) -> str:
+    for way in _WAYS:
+        label = label.removesuffix(way)
+    return label
 
 
-def _equal(ours: list[int] | None, reference: list[int] | None) -> int | None:
-    if ours is None or reference is None:
+def _equal(tokens: Mapping[str, Sequence[int]], reference: Mapping[str, Sequence[int]]) -> float | None:
+    """None where both were not given the same prompts."""
+    both = sorted(tokens.keys() & reference.keys())
+    if not both:
         return None
-    return agreement(ours, reference, min(GREEDY, len(ours), len(reference))).agreed
+    return _scaled([t for name in both for t in tokens[name]], [t for name in both for t in reference[name]])
 
 
-@dataclass(frozen=True)
-class Anchor:
-    """The prompt after which the peers' greedy tokens are compared, and FP32's tokens."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-
-    def equal(self, tokens: Sequence[int]) -> int:
-        return agreement(tokens, self.tokens, len(self.tokens)).agreed
-
-
-def anchor_from_folder(folder: Path) -> Anchor | None:
-    """None where the folder lacks `prompts.json`, the workload that the peers were given, or FP32's tokens."""
-    path, reference = folder / "prompts.json", _tokens(folder).get(_named(_REFERENCE))
-    if reference is None or not path.is_file():
-        return None
-    return Anchor(tuple(json.loads(path.read_text())["p512"][0]), tuple(reference[:GREEDY]))
+def _scaled(tokens: Sequence[int], reference: Sequence[int]) -> float:
+    pairs = list(zip(tokens, reference, strict=True))
+    return PROMPTS * sum(ours == theirs for ours, theirs in pairs) / len(pairs)

@@ -42,7 +42,8 @@ WORKLOADS = {
 class Rates:
     """Tokens/s by workload: medians, what this machine could do at best, and lowest and highest.
 
-    `equal`: greedy tokens that equal FP32's after the peers' prompt, else the mean over the report's own prompts.
+    `equal`: of 64 of the peers' prompts, those whose first token is FP32's, if they were run; else of 64 greedy tokens
+    those before the first that differs, mean over the report's own prompts.
     """
 
     median: Mapping[str, float]
@@ -70,12 +71,12 @@ def speed(decoder: Decoder, setting: Setting) -> Findings:
         (
             peer.label,
             *(f"{peer.rates[w]:,.0f}" if w in peer.rates else "" for w in WORKLOADS),
-            "" if peer.equal is None else str(peer.equal),
+            "" if peer.equal is None else f"{peer.equal:.0f}",
         )
         for peer in peers
     ]
     verdicts = _verdicts(rates, peers) if peers else []
-    columns = ("graph or stack", *WORKLOADS, "greedy tokens as FP32's")
+    columns = ("graph or stack", *WORKLOADS, "tokens as FP32's, of 64")
     notes = [
         f"Tokens/s, medians, and in brackets the share of the ceiling; {setting.threads} threads. Decoding: one "
         f"sequence, {DECODED} tokens after {CONTEXT}. 16 requests: {PROMPT} tokens in, the first {SHARED} the same, "
@@ -141,9 +142,7 @@ def _rates(
     with setting.progress.stage("16 requests"), Engine.open(bundle.path, threads=setting.threads) as engine:
         together = _requests_at_once(engine, bundle.manifest.decoder.vocab_size)
         if anchor is not None:
-            sampling = SamplingParams(max_tokens=len(anchor.tokens), ignore_eos=True)
-            (answer,) = engine.generate([Request(anchor.prompt, sampling)])
-            equal = anchor.equal(answer.token_ids)
+            equal = anchor.equal(engine)
     return Rates(
         {**{key: figure.median for key, figure in found.items()}, "16 requests": statistics.median(together)},
         {

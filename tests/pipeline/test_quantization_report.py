@@ -3,13 +3,12 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from quantization_report import trap
 from quantization_report.corpora import Corpora
 from quantization_report.findings import at_least, at_most
 from quantization_report.page import page
-from quantization_report.peers import anchor_from_folder, peers_from_folder
+from quantization_report.peers import Anchor, anchor_from_folder, peers_from_folder
 from report_quantization import language_model, main
 from serving_bench.setting import Findings
 
@@ -68,17 +67,16 @@ def test_peers_are_read_as_their_runner_writes_them(tmp_path: Path) -> None:
         {"label": "other int8", "test": "something else", "samples": [2.0]},
     ]
     (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    tokens = np.arange(128)
-    (tmp_path / "00-hf_fp32.tokens.json").write_text(json.dumps({"decode": tokens.tolist()}))
-    (tmp_path / "01-other_int8.tokens.json").write_text(json.dumps({"decode": np.minimum(tokens, 40).tolist()}))
+    sets = {"set0": [[1, 2], [3, 4]], "set1": [[5, 6], [7, 8]]}
+    (tmp_path / "00-hf_fp32.tokens.json").write_text(json.dumps({"decode": [1], **sets}))
+    alike = {"set1": [[5, 9], [0, 8]]}
+    (tmp_path / "01-other_int8_at_once.tokens.json").write_text(json.dumps(alike))
     reference, other = peers_from_folder(tmp_path)
     assert (reference.label, reference.rates, reference.equal) == ("hf fp32", {"prefill 512": 256.0}, 64)
-    assert (other.label, other.rates, other.equal) == ("other int8", {"16 requests": 512.0}, 41)
+    assert (other.label, other.rates, other.equal) == ("other int8", {"16 requests": 512.0}, 32)
     assert anchor_from_folder(tmp_path) is None
-    (tmp_path / "prompts.json").write_text(json.dumps({"p512": [[5, 6, 7]]}))
-    anchor = anchor_from_folder(tmp_path)
-    assert anchor is not None
-    assert (anchor.prompt, anchor.equal([0, 1, 2, *[9] * 61])) == ((5, 6, 7), 3)
+    (tmp_path / "prompts.json").write_text(json.dumps({"sets": [[[10], [11]], [[12], [13, 14]]]}))
+    assert anchor_from_folder(tmp_path) == Anchor([(10,), (11,), (12,), (13, 14)], [1, 3, 5, 7])
     with pytest.raises(KilnError, match=r"results.jsonl does not exist; expected a folder that .*run_all.py wrote"):
         peers_from_folder(tmp_path / "none")
 
