@@ -297,7 +297,10 @@ class _Search:
     def _sweep_others(
         self, what: str, settings: Sequence[Setting], default: Setting, measure: Measure, share: float
     ) -> None:
-        """Rounds over settings that compete with a default, which is measured among them."""
+        """Rounds over settings that compete with a default, which is measured among them.
+
+        The default stays where the budget ends before the last round: one that is better in one round may be noise.
+        """
         points = {setting: Point(setting) for setting in [default, *(s for s in settings if s != default)]}
         deadline = self._start + share * self._config.budget
         for _ in range(self._config.repetitions):
@@ -305,10 +308,11 @@ class _Search:
                 break
         measured = [point for point in points.values() if point.samples]
         self.points += measured
-        if len(measured) < len(points):
-            self.remarks.append(f"The budget ended before all {what} sizes were measured; raise --budget.")
-        if points[default].samples:
-            self.chosen = best_or_default(measured, points[default], self._config.objective)
+        complete = [point for point in measured if len(point.samples) == self._config.repetitions]
+        if len(complete) < len(points):
+            self.remarks.append(f"The budget ended before all rounds of {what} sizes; raise --budget.")
+        if points[default] in complete:
+            self.chosen = best_or_default(complete, points[default], self._config.objective)
 
     def _measure_point(self, point: Point, measure: Measure, deadline: float) -> bool:
         """One measurement more; False when the deadline came first."""
