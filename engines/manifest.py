@@ -228,6 +228,14 @@ class TensorRtRecord(Record):
     timings_added: int | None = None
     warnings: tuple[str, ...] = ()
 
+    def sentence(self) -> str:
+        """For people."""
+        profiles = "; ".join(
+            f"{profile.name} {', '.join(f'{symbol} {sizes}' for symbol, sizes in profile.symbols.items())}".strip()
+            for profile in self.profiles
+        )
+        return f"for {self.key.sku} ({self.key.arch}), driver {self.key.driver or 'unknown'}; profiles {profiles}"
+
 
 class Manifest(Record):
     """`manifest.json`. `parent` is the identity of the bundle that this one was tuned from."""

@@ -240,6 +240,8 @@ def _bundle_table(bundle: EngineBundle) -> Table:
         "precision": manifest.precision,
         "built": f"{manifest.created} by Kiln {manifest.kiln_version}",
     }
+    if manifest.tensorrt is not None:
+        rows["plan"] = manifest.tensorrt.sentence()
     if manifest.parent is not None:
         rows["parent"] = manifest.parent
     if manifest.serving is not None:

@@ -3,19 +3,20 @@
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from engines.backends.ort_tensorrt import BACKENDS as ORT_BACKENDS
 from engines.backends.ort_tensorrt import provider_options
-from engines.backends.tensorrt.options import TensorRtOptions
+from engines.backends.tensorrt.options import TensorRtOptions, options_from_dict
 from engines.backends.tensorrt.profiles import ServingShapes, derive_profiles, sizes_from_text
-from engines.sku import resolve_sku
+from engines.sku import Sku, resolve_sku
 from passes.onnx_model import onnx_model_from_path
+from passes.standard import Precision
 from pipeline.cli_sku import sku_file_option
 from pipeline.progress import Progress
-from pipeline.tensorrt import PRODUCTS, TensorRtBuild, build_tensorrt
+from pipeline.tensorrt import BACKENDS, TensorRtBuild, build_tensorrt
 from plugins.errors import KilnError
 
 SERVING = ServingShapes()
@@ -41,12 +42,16 @@ def tensorrt_options(command: Any) -> Any:
     return command
 
 
-def options_from_cli(values: dict[str, Any]) -> TensorRtOptions:
-    """Takes its own out of `values`. Raises KilnError for options that exclude one another."""
+def options_from_cli(values: dict[str, Any], sku: Sku | None = None) -> TensorRtOptions:
+    """Takes its own out of `values`; where they are not given, a SKU that is built with TensorRT has its own.
+
+    Raises KilnError for options that exclude one another.
+    """
     own = {key.removeprefix(_PREFIX): values.pop(key) for key in list(values) if key.startswith(_PREFIX)}
     if own["workspace"] is not None:
         own["workspace"] *= _MEBIBYTE
-    return TensorRtOptions(**own)
+    given = {name: value for name, value in own.items() if value != getattr(TensorRtOptions(), name)}
+    return options_from_dict({**(sku.options if sku is not None and sku.backend == "tensorrt" else {}), **given})
 
 
 def serving_options(command: Any) -> Any:
@@ -68,7 +73,7 @@ def serving_options(command: Any) -> Any:
 
 @click.group("tensorrt")
 def tensorrt_group() -> None:
-    """Build engines with TensorRT from ONNX models that kiln optimize made for a GPU."""
+    """Build engines with TensorRT from ONNX models."""
 
 
 @tensorrt_group.command("build")
@@ -78,10 +83,24 @@ def tensorrt_group() -> None:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The bundle.")
 @click.option(
     "--backend",
-    type=click.Choice(PRODUCTS),
+    type=click.Choice(BACKENDS),
     default="tensorrt",
     show_default=True,
-    help="tensorrt_rtx is for GeForce, RTX and newer GPUs: plans are small and finished where they are opened.",
+    help="A plan of TensorRT or TensorRT-RTX (for GeForce and RTX), or the model with the engine caches of ONNX "
+    "Runtime's provider of either.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(get_args(Precision)),
+    default="fp32",
+    show_default=True,
+    help="16 bits around islands of FP32, chosen by ranges that are measured here.",
+)
+@click.option(
+    "--passes/--no-passes",
+    default=True,
+    show_default=True,
+    help="Rewrite the graph for TensorRT first, each pass checked on this machine's CPU.",
 )
 @click.option(
     "--check/--no-check",
@@ -98,6 +117,8 @@ def build_command(
     sku_file: Path | None,
     out: Path,
     backend: Any,
+    precision: Precision,
+    passes: bool,
     check: bool,
     max_batch: int,
     max_sequence: int | None,
@@ -107,7 +128,9 @@ def build_command(
 ) -> None:
     """Build a bundle with a TensorRT plan of the ONNX file MODEL."""
     serving = _serving(max_batch, max_sequence, dims)
-    config = TensorRtBuild(resolve_sku(sku, sku_file), out, backend, options_from_cli(options), serving, check)
+    target = resolve_sku(sku, sku_file)
+    chosen = options_from_cli(options, target)
+    config = TensorRtBuild(target, out, precision, passes, backend, chosen, serving, check)
     print(build_tensorrt(onnx_model_from_path(model), config, Progress(verbose=verbose)).path)
 
 

@@ -1,20 +1,30 @@
-"""A TensorRT bundle from an ONNX model: rules, profiles, the plan, and a comparison with the model it was made from.
+"""A TensorRT bundle from an ONNX model: passes, rules, profiles, the plan, and a comparison with the model.
 
-The graph is taken as it is: `kiln optimize --sku` makes it, with its precision. Q and D that TensorRT would not fuse
-are refused before anything is built. Decoders are refused: their attention is an operator of its own.
+The passes are those for TensorRT, whatever backend the SKU has by default. Q and D that TensorRT would not fuse are
+refused before anything is built. Decoders are refused: their attention is an operator of its own.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
+from engines.backends.base import InferBackend
 from engines.backends.onnxruntime import OnnxRuntimeModel
+from engines.backends.ort_tensorrt import BACKENDS as ORT_BACKENDS
+from engines.backends.ort_tensorrt import PACKAGES as ORT_PACKAGES
+from engines.backends.ort_tensorrt import (
+    PROVIDERS,
+    Backend,
+    OrtTensorRtModel,
+    fill_engine_cache,
+    provider_version,
+)
 from engines.backends.tensorrt.api import Product
 from engines.backends.tensorrt.build import Plan, build_plan, forecast_build_memory, profiles_digest
 from engines.backends.tensorrt.child import PLAN
@@ -23,12 +33,13 @@ from engines.backends.tensorrt.layers import float_products
 from engines.backends.tensorrt.opening import model_from_plan
 from engines.backends.tensorrt.options import TensorRtOptions
 from engines.backends.tensorrt.profiles import Profile, ServingShapes, derive_profiles
-from engines.bundle import EngineBundle, file_records, write_bundle
+from engines.bundle import EngineBundle, file_records, temporary_sibling, write_bundle
 from engines.manifest import (
     BackendRecord,
     CheckRecord,
     Manifest,
     ModelRecord,
+    PassRecord,
     SkuRecord,
     TensorRecord,
     TensorRtRecord,
@@ -38,11 +49,15 @@ from engines.sku_detect import Gpu, NoDriverError, match_gpu, own_gpus
 from passes.graph import graph_from_path
 from passes.onnx_model import OnnxModel, external_files, load_structure
 from passes.quantization.tensorrt_placement import quantised_products, require_fusable
+from passes.standard import Precision
 from pipeline.forecast import size
+from pipeline.optimize import OptimizeConfig, optimize
+from pipeline.pass_report import record_from_report, result_of
 from pipeline.progress import Progress
 from plugins.errors import KilnError
 
-PRODUCTS: tuple[str, ...] = get_args(Product)
+TensorRtBackend = Product | Backend
+BACKENDS: tuple[str, ...] = (*get_args(Product), *ORT_BACKENDS)
 DISTRIBUTION = "kiln-engine"
 MODEL = "model.onnx"
 _LIMIT = 5e-2
@@ -51,67 +66,72 @@ _LIMIT = 5e-2
 
 @dataclass(frozen=True)
 class TensorRtBuild:
-    """What to build. `check` compares the engine with the model, on the GPU that it was built for."""
+    """What to build. `passes` rewrites the graph first; without, `precision` must be fp32: the graph has its own.
+
+    `check` compares the engine with the model, on the GPU that it was built for.
+    """
 
     sku: Sku
     out: Path
-    product: Product = "tensorrt"
+    precision: Precision = "fp32"
+    passes: bool = True
+    backend: TensorRtBackend = "tensorrt"
     options: TensorRtOptions = field(default_factory=TensorRtOptions)
     serving: ServingShapes = field(default_factory=ServingShapes)
     check: bool = True
 
+    def __post_init__(self) -> None:
+        if not self.passes and self.precision != "fp32":
+            raise KilnError(
+                f"--precision is {self.precision}, which a pass makes, but --no-passes leaves the graph as it is; "
+                "leave one of them out"
+            )
 
-def build_tensorrt(model: OnnxModel, config: TensorRtBuild, progress: Progress) -> EngineBundle:
-    """Build, check and publish. Raises KilnError; nothing is published that was to be checked and failed."""
-    if model.decoder is not None:
+
+def build_tensorrt(source: OnnxModel, config: TensorRtBuild, progress: Progress) -> EngineBundle:
+    """Rewrite, build, check and publish. Raises KilnError; nothing is published that was to be checked and failed."""
+    if source.decoder is not None:
         raise KilnError(
-            f"{model.path} is a decoder's serving graph, whose paged attention TensorRT has no operator for; build it "
+            f"{source.path} is a decoder's serving graph, whose paged attention TensorRT has no operator for; build it "
             "for ONNX Runtime with build-engine"
         )
+    gpu = _gpu_for(config)
+    if not config.passes:
+        return _build(source, source, (), config, gpu, progress)
+    with temporary_sibling(config.out) as workspace:
+        target = config.sku.model_copy(update={"backend": "tensorrt", "provider": None, "options": {}})
+        with progress.stage("graph passes"):
+            model, reports = optimize(source, workspace / MODEL, target, OptimizeConfig(precision=config.precision))
+        for report in reports:
+            (progress.note if report.rolled_back else progress.detail)(f"{report.name}: {result_of(report)}")
+        records = tuple(record_from_report(report) for report in reports)
+        return _build(source, model, records, config, gpu, progress)
+
+
+def _build(
+    source: OnnxModel,
+    model: OnnxModel,
+    passes: tuple[PassRecord, ...],
+    config: TensorRtBuild,
+    gpu: Gpu | None,
+    progress: Progress,
+) -> EngineBundle:
+    """`model` is the graph that TensorRT gets, made from `source`."""
     graph = graph_from_path(model.path)
     require_fusable(graph)
     products = [node.name for node in quantised_products(graph)]
     profiles = derive_profiles(model.inputs, None, config.serving)
-    gpu = _gpu_for(config)
     for profile in profiles:
         sizes = ", ".join(f"{symbol} {sizes}" for symbol, sizes in profile.symbols.items())
         progress.note(f"profile {profile.name}: {sizes or 'fixed shapes'}")
     progress.note(f"building will take about {size(forecast_build_memory(model))} of host memory")
 
+    made = _Made(source, model, passes, profiles, config, gpu)
+
     def fill(folder: Path) -> Manifest:
-        with progress.stage("build the engine"):
-            plan = build_plan(
-                model,
-                profiles,
-                config.options,
-                folder,
-                product=config.product,
-                inspect=config.check,
-                observe=progress.detail,
-            )
-        _report(plan, products, progress)
-        weights = _weights(model, folder) if config.options.strip_weights else None
-        key = _key(model, profiles, plan, config, gpu)
-        checks: tuple[CheckRecord, ...] = ()
-        if config.check:
-            with progress.stage("check"):
-                checks = (_checked(model, plan, key, profiles, weights),)
-            progress.note(f"{checks[0].name}: {checks[0].sentence()}")
-        else:
-            progress.note("not checked: compare it with the model on its GPU before it is used")
-        record = TensorRtRecord(
-            key=key,
-            options=config.options.to_dict(),
-            profiles=profiles,
-            weights=MODEL if weights is not None else None,
-            build_memory=plan.peak_memory,
-            build_memory_forecast=plan.forecast_memory,
-            engine_memory=dict(plan.memory),
-            timings_before=plan.timings_before,
-            timings_added=plan.timings_added,
-            warnings=plan.warnings,
-        )
-        return _manifest(model, config, plan, record, checks, folder)
+        if config.backend in ORT_BACKENDS:
+            return _with_engine_cache(made, folder, progress)
+        return _with_plan(made, products, folder, progress)
 
     bundle = write_bundle(config.out, fill)
     progress.note(f"wrote {bundle.path}")
@@ -119,12 +139,12 @@ def build_tensorrt(model: OnnxModel, config: TensorRtBuild, progress: Progress) 
 
 
 def _gpu_for(config: TensorRtBuild) -> Gpu | None:
-    """The GPU that the plan is built on and for; None where it is not asked for, because nothing will be run."""
-    if not config.check:
-        return None
+    """The GPU that the plan is built on and for; None where there is none, and nothing will be run."""
     try:
         gpus = own_gpus()
     except NoDriverError as error:
+        if not config.check:
+            return None
         raise KilnError(
             f"TensorRT builds on the GPU that it builds for, SKU {config.sku.name}; here: {error}"
         ) from error
@@ -140,6 +160,88 @@ def _gpu_for(config: TensorRtBuild) -> Gpu | None:
     return gpus[0]
 
 
+@dataclass(frozen=True)
+class _Made:
+    """The graph that TensorRT gets, what it was made from, and what for."""
+
+    source: OnnxModel
+    model: OnnxModel
+    passes: tuple[PassRecord, ...]
+    profiles: tuple[Profile, ...]
+    config: TensorRtBuild
+    gpu: Gpu | None
+
+    def key(self, product: Product, tensorrt: str) -> EngineKey:
+        config = self.config
+        return EngineKey(
+            product=product,
+            tensorrt=tensorrt,
+            sku=config.sku.name,
+            arch=config.sku.arch,
+            driver=None if self.gpu is None else self.gpu.driver,
+            plugin_abi=None,
+            model_sha256=self.source.sha256,
+            options=config.options.digest,
+            profiles=profiles_digest(self.profiles),
+            hardware=config.options.hardware,
+            version_compatible=config.options.version_compatible,
+        )
+
+
+def _with_plan(made: _Made, products: Sequence[str], folder: Path, progress: Progress) -> Manifest:
+    """TensorRT's own plan."""
+    config, product = made.config, made.config.backend
+    assert product == "tensorrt" or product == "tensorrt_rtx"
+    with progress.stage("build the engine"):
+        plan = build_plan(
+            made.model,
+            made.profiles,
+            config.options,
+            folder,
+            product=product,
+            inspect=config.check,
+            observe=progress.detail,
+        )
+    _report(plan, products, progress)
+    weights = _copied(made.model, folder) if config.options.strip_weights else None
+    key = made.key(product, plan.tensorrt)
+    record = TensorRtRecord(
+        key=key,
+        options=config.options.to_dict(),
+        profiles=made.profiles,
+        weights=MODEL if weights is not None else None,
+        build_memory=plan.peak_memory,
+        build_memory_forecast=plan.forecast_memory,
+        engine_memory=dict(plan.memory),
+        timings_before=plan.timings_before,
+        timings_added=plan.timings_added,
+        warnings=plan.warnings,
+    )
+    checks = _checks(made, lambda: model_from_plan(plan.path, key, made.model.inputs, made.profiles, weights), progress)
+    backend = BackendRecord(name=product, version=plan.tensorrt, provider="TensorRT")
+    return _manifest(made, backend, PLAN, record, checks, folder)
+
+
+def _with_engine_cache(made: _Made, folder: Path, progress: Progress) -> Manifest:
+    """The model, and the engines that ONNX Runtime's provider keeps of it."""
+    config, backend = made.config, made.config.backend
+    assert backend == "ort-trt" or backend == "ort-trt-rtx"
+    engine = _copied(made.model, folder)
+    with progress.stage("build the engine"):
+        fill_engine_cache(engine, backend, made.model.inputs, made.profiles, config.options)
+    key = made.key("tensorrt" if backend == "ort-trt" else "tensorrt_rtx", provider_version(backend))
+    record = TensorRtRecord(
+        key=key, options=config.options.to_dict(), profiles=made.profiles, build_memory=0, build_memory_forecast=0
+    )
+    checks = _checks(
+        made,
+        lambda: OrtTensorRtModel(engine, backend, made.model.inputs, made.profiles, config.options),
+        progress,
+    )
+    provider = BackendRecord(name="onnxruntime", version=version(ORT_PACKAGES[backend]), provider=PROVIDERS[backend])
+    return _manifest(made, provider, MODEL, record, checks, folder)
+
+
 def _report(plan: Plan, products: Sequence[str], progress: Progress) -> None:
     progress.note(f"TensorRT {plan.tensorrt}: {len(plan.layers)} layers, peak of the build {size(plan.peak_memory)}")
     if plan.timings_added is not None:
@@ -153,8 +255,8 @@ def _report(plan: Plan, products: Sequence[str], progress: Progress) -> None:
         progress.detail(warning)
 
 
-def _weights(model: OnnxModel, folder: Path) -> Path:
-    """The model beside a plan without weights."""
+def _copied(model: OnnxModel, folder: Path) -> Path:
+    """The graph and its weights, in the bundle."""
     for file in external_files(model.path, load_structure(model.path)):
         target = folder / file.relative_to(model.path.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -162,45 +264,30 @@ def _weights(model: OnnxModel, folder: Path) -> Path:
     return Path(shutil.copyfile(model.path, folder / MODEL))
 
 
-def _key(
-    model: OnnxModel, profiles: Sequence[Profile], plan: Plan, config: TensorRtBuild, gpu: Gpu | None
-) -> EngineKey:
-    return EngineKey(
-        product=config.product,
-        tensorrt=plan.tensorrt,
-        sku=config.sku.name,
-        arch=config.sku.arch,
-        driver=None if gpu is None else gpu.driver,
-        plugin_abi=None,
-        model_sha256=model.sha256,
-        options=config.options.digest,
-        profiles=profiles_digest(profiles),
-        hardware=config.options.hardware,
-        version_compatible=config.options.version_compatible,
-    )
-
-
-def _checked(
-    model: OnnxModel, plan: Plan, key: EngineKey, profiles: Sequence[Profile], weights: Path | None
-) -> CheckRecord:
+def _checks(made: _Made, opened: Callable[[], InferBackend], progress: Progress) -> tuple[CheckRecord, ...]:
     """Compare with ONNX Runtime on the CPU, on random inputs at the best sizes of each profile."""
-    engine = model_from_plan(plan.path, key, model.inputs, profiles, weights)
-    reference = OnnxRuntimeModel(model.path, optimized=False)
-    worst = 0.0
-    for profile in profiles:
-        feeds = _random_inputs(model, profile)
-        expected, found = reference.infer(feeds), engine.infer(feeds)
-        for name, values in expected.items():
-            difference = np.abs(found[name].astype(np.float64) - values).max()
-            worst = max(worst, float(difference / max(float(np.abs(values).max()), 1e-30)))
-    engine.close()
-    reference.close()
+    if not made.config.check:
+        progress.note("not checked: compare it with the model on its GPU before it is used")
+        return ()
+    with progress.stage("check"):
+        engine, reference = opened(), OnnxRuntimeModel(made.source.path, optimized=False)
+        worst = 0.0
+        for profile in made.profiles:
+            feeds = _random_inputs(made.source, profile)
+            expected, found = reference.infer(feeds), engine.infer(feeds)
+            for name, values in expected.items():
+                difference = np.abs(found[name].astype(np.float64) - values).max()
+                worst = max(worst, float(difference / max(float(np.abs(values).max()), 1e-30)))
+        engine.close()
+        reference.close()
     if not worst <= _LIMIT:
         raise KilnError(
-            f"the engine differs from {model.path} by {worst:.1e} of the largest output; at most {_LIMIT:.0e} is "
-            "expected: build with --trt-optimization-level 0, or the graph in FP32, to see which of the two it is"
+            f"the engine differs from {made.source.path} by {worst:.1e} of the largest output; at most {_LIMIT:.0e} is "
+            "expected: build with --trt-optimization-level 0, or with --precision fp32, to see which of the two it is"
         )
-    return CheckRecord(name="engine against the model on a CPU", value=worst, limit=_LIMIT, origin="random inputs")
+    check = CheckRecord(name="engine against the model on a CPU", value=worst, limit=_LIMIT, origin="random inputs")
+    progress.note(f"{check.name}: {check.sentence()}")
+    return (check,)
 
 
 def _random_inputs(model: OnnxModel, profile: Profile) -> dict[str, np.ndarray]:
@@ -215,31 +302,32 @@ def _random_inputs(model: OnnxModel, profile: Profile) -> dict[str, np.ndarray]:
 
 
 def _manifest(
-    model: OnnxModel,
-    config: TensorRtBuild,
-    plan: Plan,
+    made: _Made,
+    backend: BackendRecord,
+    engine: str,
     record: TensorRtRecord,
     checks: tuple[CheckRecord, ...],
     folder: Path,
 ) -> Manifest:
-    tensors = [
+    source, sku = made.source, made.config.sku
+    inputs, outputs = (
         tuple(TensorRecord(name=t.name, dtype=t.dtype, shape=t.shape) for t in group)
-        for group in (model.inputs, model.outputs)
-    ]
-    precision: Literal["fp32"] = "fp32"  # of inputs and outputs; what layers compute in is in layers.json
+        for group in (made.model.inputs, made.model.outputs)
+    )
     return Manifest(
         kiln_version=version(DISTRIBUTION),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        name=model.path.stem,
+        name=source.path.stem,
         model=ModelRecord(
-            source=str(model.path), architecture="ONNX", sha256=model.sha256, parameters=model.parameters
+            source=str(source.path), architecture="ONNX", sha256=source.sha256, parameters=source.parameters
         ),
-        sku=SkuRecord(name=config.sku.name, arch=config.sku.arch),
-        backend=BackendRecord(name=config.product, version=plan.tensorrt, provider="TensorRT"),
-        precision=precision,
-        engine=PLAN,
-        inputs=tensors[0],
-        outputs=tensors[1],
+        sku=SkuRecord(name=sku.name, arch=sku.arch),
+        backend=backend,
+        precision="fp32",  # of inputs and outputs; what layers compute in is in the pass records and layers.json
+        engine=engine,
+        inputs=inputs,
+        outputs=outputs,
+        passes=made.passes,
         checks=checks,
         tensorrt=record,
         files=file_records(folder),

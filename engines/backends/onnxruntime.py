@@ -209,7 +209,10 @@ class OnnxRuntimeModel:
         config: Mapping[str, str] | None = None,
         profile: Path | None = None,
     ) -> None:
-        self._session = session_from_file(engine, provider, plugins, threads, optimized, config, profile=profile)
+        self._use(session_from_file(engine, provider, plugins, threads, optimized, config, profile=profile), engine)
+
+    def _use(self, session: Any, engine: Path) -> None:
+        self._session = session
         for node in self._session.get_inputs():
             if node.type not in _NUMPY_TYPE:
                 raise KilnError(f"{engine}: input {node.name} is a {node.type}, which infer cannot feed")

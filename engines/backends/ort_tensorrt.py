@@ -6,13 +6,17 @@ that a plan of ours gets. Option names are those of onnxruntime-gpu 1.31 and of 
 """
 
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from engines.backends.onnxruntime import CPU, ort_message
-from engines.backends.tensorrt.options import TensorRtOptions
+from engines.backends.onnxruntime import CPU, OnnxRuntimeModel, ort_message
+from engines.backends.tensorrt.api import tensorrt_module
+from engines.backends.tensorrt.key import EngineKey, refuse_mismatch
+from engines.backends.tensorrt.opening import machine_key
+from engines.backends.tensorrt.options import TensorRtOptions, options_from_dict
 from engines.backends.tensorrt.profiles import Profile
 from passes.onnx_model import Tensor
 from plugins.errors import KilnError
@@ -25,7 +29,8 @@ PROVIDERS: Mapping[Backend, str] = {
 }
 CACHE = "engine-cache"
 """Folder in a bundle."""
-_INSTALL = {"ort-trt": "onnxruntime-gpu and tensorrt", "ort-trt-rtx": "onnxruntime-ep-nv-tensorrt-rtx-cu13"}
+PACKAGES: Mapping[Backend, str] = {"ort-trt": "onnxruntime-gpu", "ort-trt-rtx": "onnxruntime-ep-nv-tensorrt-rtx-cu13"}
+"""Which distribution brings the provider."""
 _TAKEN: Mapping[Backend, tuple[str, ...]] = {
     "ort-trt": ("workspace", "optimization_level", "strip_weights", "refit", "hardware"),
     "ort-trt-rtx": ("workspace",),
@@ -89,6 +94,11 @@ def _shapes(inputs: Sequence[Tensor], profiles: Sequence[Profile], number: int) 
     )
 
 
+def provider_version(backend: Backend) -> str:
+    """Version of the TensorRT that makes the engines; of the RTX provider, which carries its own, the provider's."""
+    return tensorrt_module().__version__ if backend == "ort-trt" else version(PACKAGES[backend])
+
+
 def session_from_options(model: Path, backend: Backend, options: Mapping[str, str]) -> Any:
     """An ONNX Runtime session on the provider, and on the CPU for what it leaves.
 
@@ -102,7 +112,7 @@ def session_from_options(model: Path, backend: Backend, options: Mapping[str, st
     if backend == "ort-trt-rtx":
         _add_rtx(onnxruntime, settings, options)
     elif provider not in onnxruntime.get_available_providers():
-        raise KilnError(f"the installed onnxruntime has no {provider}; install {_INSTALL[backend]}")
+        raise KilnError(f"the installed onnxruntime has no {provider}; install {PACKAGES[backend]} and tensorrt")
     providers = [] if backend == "ort-trt-rtx" else [(provider, dict(options)), CPU]
     try:
         return onnxruntime.InferenceSession(str(model), settings, providers=providers or None)
@@ -121,7 +131,7 @@ def _add_rtx(onnxruntime: Any, settings: Any, options: Mapping[str, str]) -> Non
             onnxruntime.register_execution_provider_library(provider, package.get_library_path())
     except Exception as error:
         raise KilnError(
-            f"{provider} cannot be registered ({str(error).splitlines()[0]}); install {_INSTALL['ort-trt-rtx']}"
+            f"{provider} cannot be registered ({str(error).splitlines()[0]}); install {PACKAGES['ort-trt-rtx']}"
         ) from error
     devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name == provider]
     if not devices:
@@ -129,24 +139,51 @@ def _add_rtx(onnxruntime: Any, settings: Any, options: Mapping[str, str]) -> Non
     settings.add_provider_for_devices(devices[:1], dict(options))
 
 
+class OrtTensorRtModel(OnnxRuntimeModel):
+    """Implements `InferBackend` with one of the providers. Its engines are in `CACHE` beside `model`.
+
+    In a published bundle they are all there, and the key was compared before: nothing is written any more.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        backend: Backend,
+        inputs: Sequence[Tensor],
+        profiles: Sequence[Profile],
+        options: TensorRtOptions,
+    ) -> None:
+        found = provider_options(backend, inputs, profiles, options, model.parent / CACHE)
+        self._use(session_from_options(model, backend, found), model)
+
+
 def fill_engine_cache(
-    model: Path,
-    backend: Backend,
-    inputs: Sequence[Tensor],
-    profiles: Sequence[Profile],
-    options: TensorRtOptions,
-    folder: Path,
+    model: Path, backend: Backend, inputs: Sequence[Tensor], profiles: Sequence[Profile], options: TensorRtOptions
 ) -> list[Path]:
     """Run once at the best sizes of each profile, so that a bundle's folder holds the engines before it is published.
 
     Raises KilnError where the provider wrote none: it then computes nothing of the graph.
     """
-    cache = folder / CACHE
+    cache = model.parent / CACHE
     cache.mkdir()
-    session = session_from_options(model, backend, provider_options(backend, inputs, profiles, options, cache))
+    session = OrtTensorRtModel(model, backend, inputs, profiles, options)
     for profile in profiles:
-        session.run(None, {t.name: np.zeros(profile.shapes(t)[1], t.dtype) for t in inputs})
+        session.infer({tensor.name: np.zeros(profile.shapes(tensor)[1], tensor.dtype) for tensor in inputs})
+    session.close()  # the RTX provider writes its cache when the session ends
     files = sorted(file for file in cache.rglob("*") if file.is_file())
     if not files:
         raise KilnError(f"{PROVIDERS[backend]} built no engine of {model}: it takes none of its operators")
     return files
+
+
+def model_from_engine_cache(
+    model: Path,
+    built: EngineKey,
+    inputs: Sequence[Tensor],
+    profiles: Sequence[Profile],
+    options: Mapping[str, Any],
+) -> OrtTensorRtModel:
+    """Open a bundle's model with the engines beside it. Raises KilnError where they were built for another setting."""
+    backend: Backend = "ort-trt" if built.product == "tensorrt" else "ort-trt-rtx"
+    refuse_mismatch(built, machine_key(built, provider_version(backend)), model)
+    return OrtTensorRtModel(model, backend, inputs, profiles, options_from_dict(options))

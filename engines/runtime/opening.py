@@ -2,6 +2,7 @@
 
 from engines.backends.base import DecoderBackend, InferBackend
 from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
+from engines.backends.ort_tensorrt import model_from_engine_cache
 from engines.backends.tensorrt.opening import model_from_plan
 from engines.bundle import EngineBundle
 from engines.manifest import Manifest
@@ -25,9 +26,10 @@ def model_backend(bundle: EngineBundle, threads: int | None) -> InferBackend:
     """The bundle's engine of a model without a KV cache."""
     manifest = bundle.manifest
     if manifest.tensorrt is not None:
-        record = manifest.tensorrt
+        record, inputs = manifest.tensorrt, [Tensor(t.name, t.dtype, t.shape) for t in manifest.inputs]
+        if manifest.backend.name == "onnxruntime":
+            return model_from_engine_cache(bundle.engine_path, record.key, inputs, record.profiles, record.options)
         weights = None if record.weights is None else bundle.path / record.weights
-        inputs = [Tensor(tensor.name, tensor.dtype, tensor.shape) for tensor in manifest.inputs]
         return model_from_plan(bundle.engine_path, record.key, inputs, record.profiles, weights)
     return OnnxRuntimeModel(
         bundle.engine_path, provider=manifest.backend.provider, plugins=bundle.plugin_paths, threads=threads

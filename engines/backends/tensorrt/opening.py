@@ -15,15 +15,18 @@ from plugins.abi import abi_hash
 from plugins.errors import KilnError
 
 
-def machine_key(built: EngineKey) -> EngineKey:
-    """The same engine's key as this machine would build it. Raises KilnError without GPU, driver or TensorRT."""
+def machine_key(built: EngineKey, version: str | None = None) -> EngineKey:
+    """The same engine's key as this machine would build it; `version` None asks the TensorRT that is installed.
+
+    Raises KilnError without GPU, driver or TensorRT.
+    """
     gpus = own_gpus()
     if not gpus:
         raise KilnError(f"this machine has no GPU; the engine was built for SKU {built.sku} ({built.arch})")
     match = match_gpu(gpus[0], sku_table())
     return replace(
         built,
-        tensorrt=tensorrt_module(built.product).__version__,
+        tensorrt=version or tensorrt_module(built.product).__version__,
         sku=match.sku.name if match.sku is not None else gpus[0].name,
         arch=gpus[0].arch or (match.sku.arch if match.sku is not None else "unknown"),
         driver=gpus[0].driver,

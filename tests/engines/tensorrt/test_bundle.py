@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from engines.backends.tensorrt.layers import layers_from_file
 from engines.backends.tensorrt.options import TensorRtOptions
 from engines.backends.tensorrt.profiles import ServingShapes, Sizes
 from engines.bundle import open_bundle
@@ -46,7 +47,8 @@ def has_driver() -> bool:
 
 @pytest.mark.slow
 def test_a_bundle_keeps_plan_timings_log_layers_and_key(builder, model: OnnxModel, tmp_path: Path) -> None:
-    config = TensorRtBuild(resolve_sku("l4"), tmp_path / "bundle", serving=ServingShapes(max_batch=4), check=False)
+    serving = ServingShapes(max_batch=4)
+    config = TensorRtBuild(resolve_sku("l4"), tmp_path / "bundle", precision="fp16", serving=serving, check=False)
     bundle = open_bundle(build_tensorrt(model, config, Progress()).path)
     assert set(bundle.manifest.files) == {"engine.plan", "timing.cache", "build.log", "layers.json"}
     record = bundle.manifest.tensorrt
@@ -55,6 +57,8 @@ def test_a_bundle_keeps_plan_timings_log_layers_and_key(builder, model: OnnxMode
     assert (record.key.sku, record.key.arch, record.key.model_sha256) == ("l4", "sm_89", model.sha256)
     assert record.key.options == config.options.digest
     assert record.profiles[1].symbols == {"batch": Sizes(2, 4, 4)}
+    assert [done.name for done in bundle.manifest.passes if done.changed] == ["cast_precision"]
+    assert any("Half" in layer.input_types for layer in layers_from_file(bundle.path / "layers.json"))
     assert record.build_memory < record.build_memory_forecast
     if not has_driver():
         with pytest.raises(KilnError, match="nvidia-smi"):
@@ -68,6 +72,22 @@ def test_a_failed_build_leaves_nothing(builder, model: OnnxModel, tmp_path: Path
     with pytest.raises(KilnError, match="Unable to load library"):
         build_tensorrt(model, config, Progress())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("backend", ["ort-trt", "ort-trt-rtx"])
+def test_a_provider_that_is_not_there_builds_nothing(model: OnnxModel, tmp_path: Path, backend: str) -> None:
+    if has_driver():
+        pytest.skip("this machine has a GPU")
+    out = tmp_path / "out" / "bundle"
+    config = TensorRtBuild(resolve_sku("l4"), out, passes=False, backend=backend, check=False)
+    with pytest.raises(KilnError, match=r"install onnxruntime-|GPU that it runs on"):
+        build_tensorrt(model, config, Progress())
+    assert not out.parent.exists()
+
+
+def test_precision_needs_passes() -> None:
+    with pytest.raises(KilnError, match="--no-passes leaves the graph as it is"):
+        TensorRtBuild(resolve_sku("l4"), Path("out"), precision="fp16", passes=False)
 
 
 def test_a_build_without_the_gpu_says_so(model: OnnxModel, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from engines.backends.onnxruntime import OnnxRuntimeModel
 from engines.backends.tensorrt.options import TensorRtOptions
 from engines.backends.tensorrt.profiles import ServingShapes
-from engines.bundle import EngineBundle
+from engines.bundle import EngineBundle, open_bundle
 from engines.runtime.engine import Engine
 from engines.sku import sku_table
 from engines.sku_detect import NoDriverError, match_gpu, own_gpus
@@ -91,6 +91,20 @@ def test_an_engine_computes_what_the_model_does_at_every_batch(model, sku, tmp_p
                 x = np.random.default_rng(batch).standard_normal((batch, 3, 32, 32)).astype(np.float32)
                 expected, found = reference.infer({"x": x})["y"], engine.infer({"x": x})["y"]
                 assert np.abs(found - expected).max() <= 2e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("backend", ["ort-trt", "ort-trt-rtx", "tensorrt_rtx"])
+def test_other_backends_compute_the_same(model, sku, tmp_path: Path, backend: str) -> None:
+    module = {"ort-trt": "onnxruntime", "ort-trt-rtx": "onnxruntime_ep_nv_tensorrt_rtx", "tensorrt_rtx": "tensorrt_rtx"}
+    if importlib.util.find_spec(module[backend]) is None:
+        pytest.skip(f"{module[backend]} is not installed")
+    config = TensorRtBuild(sku, tmp_path / "bundle", backend=backend, serving=ServingShapes(max_batch=8))
+    bundle = build_tensorrt(model, config, Progress())
+    x = np.ones((5, 3, 32, 32), np.float32)
+    with Engine.open(bundle.path) as engine:
+        expected, found = OnnxRuntimeModel(model.path).infer({"x": x})["y"], engine.infer({"x": x})["y"]
+        assert np.abs(found - expected).max() <= 2e-3 * np.abs(expected).max()
+    assert EngineBundle(bundle.path, bundle.manifest, bundle.sha256) == open_bundle(bundle.path), "nothing was written"
 
 
 def test_a_timing_cache_repeats_the_build(model, sku, tmp_path: Path) -> None:
