@@ -7,8 +7,9 @@ from engines.sku import Sku, host_cpu_features
 from plugins.cuda_build import ARCHITECTURES
 from plugins.errors import KilnError
 
-FINISHED = frozenset({("onnxruntime", "CPUExecutionProvider")})
-"""Backends and providers that the build and the runtime take whole models through."""
+FINISHED = frozenset({("onnxruntime", "CPUExecutionProvider"), ("tensorrt", None)})
+"""Backends and providers that engines are built and run with; TensorRT's by `kiln tensorrt`, and none of a decoder."""
+_TENSORRT = "kiln tensorrt build MODEL.onnx --sku {} --out BUNDLE"
 OLDEST_FOR_ATTENTION = next(iter(ARCHITECTURES))
 
 
@@ -16,8 +17,6 @@ def unfinished_backend(sku: Sku) -> str | None:
     """Why this version builds nothing for the SKU, whatever the machine; None where it does."""
     if (sku.backend, sku.provider) in FINISHED:
         return None
-    if sku.provider is None:
-        return f"SKU {sku.name} is built with TensorRT, for which this version of Kiln builds no engines yet"
     return f"SKU {sku.name} needs {sku.provider}, for which this version of Kiln builds no engines yet"
 
 
@@ -37,13 +36,17 @@ def refuse_unbuildable(sku: Sku, is_decoder: bool, elsewhere: bool = False) -> N
 
     `elsewhere`: it will be checked on a machine of that type before it is used.
     """
-    unfinished = unfinished_backend(sku)
     if is_decoder and (problem := attention_problem(sku)):
-        also = f". {unfinished}" if unfinished else ""
-        raise KilnError(f"{problem}{also}; choose a SKU of {OLDEST_FOR_ATTENTION} or newer, or --sku cpu")
-    if unfinished:
         raise KilnError(
-            f"{unfinished}; kiln doctor --sku {sku.name} shows what this machine has for it, and "
+            f"{problem}, which this version of Kiln does not build yet; choose a SKU of {OLDEST_FOR_ATTENTION} or "
+            "newer, or --sku cpu"
+        )
+    if sku.backend == "tensorrt":
+        raise KilnError(_with_tensorrt(sku, is_decoder))
+    if unfinished := unfinished_backend(sku):
+        other = "" if is_decoder else f"; with TensorRT: {_TENSORRT.format(sku.name)}"
+        raise KilnError(
+            f"{unfinished}{other}; kiln doctor --sku {sku.name} shows what this machine has for it, and "
             f"kiln optimize --sku {sku.name} makes its graph; use --sku cpu, cpu-avx2 or cpu-avx512"
         )
     if not elsewhere and (missing := set(sku.cpu_features) - host_cpu_features()):
@@ -51,3 +54,9 @@ def refuse_unbuildable(sku: Sku, is_decoder: bool, elsewhere: bool = False) -> N
             f"SKU {sku.name} cannot be checked on this machine, whose CPU lacks {', '.join(sorted(missing))}; "
             "build it on a machine of that type, or use --sku cpu"
         )
+
+
+def _with_tensorrt(sku: Sku, is_decoder: bool) -> str:
+    if is_decoder:
+        return f"SKU {sku.name} is built with TensorRT, and decoders not yet in this version of Kiln; use --sku cpu"
+    return f"SKU {sku.name} is built with TensorRT, from an ONNX file: {_TENSORRT.format(sku.name)}"

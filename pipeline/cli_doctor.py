@@ -98,7 +98,7 @@ def _needs(verdicts: list[Verdict]) -> Table:
         for need in verdict.needs:
             table.add_row(verdict.sku, need.name, " and ".join(need.stages), need.problem or "yes")
         for need in [need for need in verdict.optional if not need.met]:
-            table.add_row(verdict.sku, need.name, "build some models", _with_command(need))
+            table.add_row(verdict.sku, need.name, "not all models", _with_command(need))
     return table
 
 

@@ -28,8 +28,9 @@ build-engine smollm2 --sku cpu-avx2 --sku cpu-avx512
 `nvidia-smi --query-gpu=index,name,memory.total,compute_cap,driver_version --format=csv,noheader,nounits` and give the
 output as `--nvidia-smi FILE`. `kiln doctor` shows what is installed; with `--sku NAME` it lists what that SKU needs,
 what is missing and the command that installs it, and its exit code says whether engines for it can be built and run
-here (0) or not (1). This version builds and runs engines for CPUs; for the other SKUs it makes graphs
-(`kiln optimize --sku`) and forecasts, and `build-engine` and `kiln doctor` say so.
+here (0) or not (1). In this version `build-engine` builds for CPUs; `kiln tensorrt build` makes TensorRT bundles
+of ONNX models without a KV cache on a machine with the GPU; of the rest there are graphs (`kiln optimize --sku`) and
+forecasts, and `build-engine` and `kiln doctor` say so.
 
 With several `--sku`, the model is exported once, and SKUs that get the same graph (all with the CPU's provider, or all
 with CUDA's) share passes, checks and files: the second bundle's files are links to the first's.

@@ -273,7 +273,13 @@ def test_a_decoder_for_a_t4_is_told_of_the_plugin_free_form(tiny_llama_folder, s
 def test_a_plain_model_for_a_t4_needs_no_plugin(net, silent, tmp_path):
     with pytest.raises(KilnError, match="t4 is built with TensorRT") as caught:
         build(str(net), ["t4"], BuildConfig(out=tmp_path / "out"), silent)
+    assert "kiln tensorrt build MODEL.onnx --sku t4" in str(caught.value)
     assert "plugin" not in str(caught.value)
+
+
+def test_a_decoder_for_a_jetson_is_refused_for_what_is_missing(tiny_llama_folder, silent, tmp_path):
+    with pytest.raises(KilnError, match="decoders not yet in this version"):
+        build(str(tiny_llama_folder), ["jetson-orin"], BuildConfig(out=tmp_path / "out"), silent)
 
 
 def test_a_sku_of_the_users_own_reaches_the_build(tiny_llama_folder, silent, tmp_path):
