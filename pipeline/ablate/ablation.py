@@ -51,8 +51,9 @@ class Outcome:
         """Name and value of the figure that says most about accuracy; None for the baseline's own bundle."""
         if self.comparison is None:
             return None
-        checks = {check.name: check for check in self.comparison.checks}
-        chosen = checks.get("kl") or max(self.comparison.checks, key=lambda check: check.value)
+        checks = [check for check in self.comparison.checks if check.direction == "at most"]
+        chosen = next((check for check in checks if check.name == "kl_mean"), None)
+        chosen = chosen or max(checks, key=lambda check: check.value / check.limit if check.limit else check.value)
         return chosen.title, chosen.value
 
 

@@ -36,7 +36,5 @@ def record(path: Path, make: Callable[[], Entry], progress: Progress) -> Entry |
     since = f"; since entry {entry.parent}: {entry.change}" if entry.parent is not None else ""
     progress.note(f"recorded as entry {entry.number} of {path}{since}")
     if worse:
-        progress.note(
-            f"worse than entry {entry.parent}: {', '.join(worse)}; kiln ledger diff {entry.parent} {entry.number}"
-        )
+        progress.note(f"worse than before the last change: {', '.join(worse)}; see kiln ledger diff")
     return entry

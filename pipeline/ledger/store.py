@@ -8,7 +8,7 @@ network file systems do not have. Knows what an entry is; does not know where en
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ CREATE TABLE entries (
     machine TEXT NOT NULL,
     parent INTEGER REFERENCES entries (number),
     change TEXT NOT NULL,
-    facts TEXT NOT NULL,     -- JSON object of texts
+    facts TEXT NOT NULL,     -- JSON object of texts, sorted
     digests TEXT NOT NULL,   -- JSON object of texts
     document TEXT NOT NULL   -- JSON, the whole report
 ) STRICT;
@@ -67,6 +67,11 @@ def default_path() -> Path:
     home = os.environ.get("XDG_STATE_HOME", "")
     base = Path(home) if Path(home).is_absolute() else Path.home() / ".local" / "state"
     return base / "kiln" / "ledger.sqlite"
+
+
+def _facts_text(facts: Mapping[str, str]) -> str:
+    """The same for the same facts, so that they can be looked for."""
+    return json.dumps(dict(facts), sort_keys=True)
 
 
 class Ledger:
@@ -113,7 +118,7 @@ class Ledger:
                 "machine": entry.machine,
                 "parent": entry.parent,
                 "change": entry.change,
-                "facts": json.dumps(dict(entry.facts)),
+                "facts": _facts_text(entry.facts),
                 "digests": json.dumps(dict(entry.digests)),
                 "document": json.dumps(entry.document),
             }
@@ -127,10 +132,21 @@ class Ledger:
         return entry
 
     def entries(
-        self, *, kind: Kind | None = None, name: str | None = None, subject: str | None = None, limit: int = -1
+        self,
+        *,
+        kind: Kind | None = None,
+        name: str | None = None,
+        subject: str | None = None,
+        facts: Mapping[str, str] | None = None,
+        limit: int = -1,
     ) -> list[Entry]:
         """Those that fit, newest first."""
-        given = {"kind": kind, "name": name, "subject": subject}
+        given = {
+            "kind": kind,
+            "name": name,
+            "subject": subject,
+            "facts": None if facts is None else _facts_text(facts),
+        }
         wanted = {column: value for column, value in given.items() if value is not None}
         where = " AND ".join(f"{column} = ?" for column in wanted) or "1"
         with self._readable():

@@ -67,17 +67,23 @@ def table_of_entry(entry: Entry) -> RenderableType:
     return Group(head, figures)
 
 
-def runs_like(ledger: Ledger, entry: Entry, name: str) -> list[tuple[float, ...]]:
-    """A figure's values in every run with the same facts: `entry` repeated, also on a bundle built again."""
-    repeated = ledger.entries(kind=entry.kind, name=entry.name)
-    return [figure.values for one in repeated if one.facts == entry.facts and (figure := one.figure(name)) is not None]
+def runs_like(ledger: Ledger, entry: Entry) -> dict[str, list[tuple[float, ...]]]:
+    """Values by figure of every run with the same facts: `entry` repeated, also on a bundle that was built again."""
+    runs: dict[str, list[tuple[float, ...]]] = {}
+    for one in ledger.entries(kind=entry.kind, name=entry.name, facts=entry.facts):
+        for figure in one.figures:
+            runs.setdefault(figure.name, []).append(figure.values)
+    return runs
 
 
 def flags(ledger: Ledger, entry: Entry) -> list[str]:
-    """Figures of a benchmark that are worse than its parent's, and those that are suspected to be."""
-    if entry.kind != "benchmark" or entry.parent is None:
+    """Figures of a benchmark that are worse than before the last change, and, with a "?", those that may be."""
+    if entry.kind != "benchmark":
         return []
-    found = judged(ledger, ledger.entry(entry.parent), entry)
+    before: Entry | None = entry
+    while before is not None and before.facts == entry.facts:  # repetitions of the same
+        before = None if before.parent is None else ledger.entry(before.parent)
+    found = {} if before is None else judged(ledger, before, entry)
     return [
         name if judgement.regressed else f"{name}?"
         for name, (_, judgement) in found.items()
@@ -87,12 +93,12 @@ def flags(ledger: Ledger, entry: Entry) -> list[str]:
 
 def judged(ledger: Ledger, a: Entry, b: Entry) -> dict[str, tuple[FigureValues, Judgement]]:
     """Figures that both have, over all runs like each."""
-    found = {}
-    for figure in b.figures:
-        if a.figure(figure.name) is not None:
-            before, after = runs_like(ledger, a, figure.name), runs_like(ledger, b, figure.name)
-            found[figure.name] = (figure, judge(before, after, figure.higher_is_better))
-    return found
+    before, after = runs_like(ledger, a), runs_like(ledger, b)
+    return {
+        figure.name: (figure, judge(before[figure.name], after[figure.name], figure.higher_is_better))
+        for figure in b.figures
+        if a.figure(figure.name) is not None
+    }
 
 
 def require_comparable(a: Entry, b: Entry) -> None:

@@ -7,7 +7,7 @@ multiply-adds on registers.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.limits import product_rate
 from pipeline.operator_work import Arithmetic, CallWork
@@ -61,11 +61,12 @@ class Roofline:
 
 def best_roofline(first: Roofline, second: Roofline) -> Roofline:
     """The higher of each of two measurements of the same: what the machine can do when nobody else uses it."""
-    return Roofline(
-        max(first.memory, second.memory),
-        max(first.cache, second.cache),
-        max(first.peak, second.peak),
-        {
+    return replace(
+        first,
+        memory=max(first.memory, second.memory),
+        cache=max(first.cache, second.cache),
+        peak=max(first.peak, second.peak),
+        products={
             arithmetic: {rows: max(rate, second.products[arithmetic][rows]) for rows, rate in rates.items()}
             for arithmetic, rates in first.products.items()
         },
