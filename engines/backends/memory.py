@@ -60,10 +60,13 @@ def shortage_in(error: Exception) -> str | None:
     return shortage(int(asked[1]) if asked else None)
 
 
-def process_memory(field: Literal["VmRSS", "VmHWM"]) -> float | None:
-    """Bytes of this process's resident memory, now or (VmHWM) at most so far; None where the system does not say."""
+def process_memory(field: Literal["VmRSS", "VmHWM"], process: int | Literal["self"] = "self") -> float | None:
+    """Bytes of a process's resident memory, now or (VmHWM) at most so far; None where the system does not say.
+
+    Of a child not what getrusage says: that starts at its parent's.
+    """
     with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
             if line.startswith(f"{field}:"):
                 return float(line.split()[1]) * 1024
     return None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from engines.backends.memory import process_memory
 from engines.backends.tensorrt.api import Product
 from engines.backends.tensorrt.child import LAYERS, LOG, PLAN, REQUEST, RESULT, Request, Result
 from engines.backends.tensorrt.layers import EngineLayer, layers_from_file
@@ -98,24 +99,23 @@ def build_plan(
 
 
 def _run_child(folder: Path, observe: Callable[[str], None]) -> tuple[int, int]:
-    """Its exit code, negative for a signal, and its peak memory in bytes."""
-    root = str(Path(__file__).parents[3])
+    """Its exit code, negative for a signal, and its peak memory in bytes as far as it was seen."""
+    root, peak = str(Path(__file__).parents[3]), 0
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
     command = [sys.executable, "-m", "engines.backends.tensorrt.child", str(folder)]
-    with (folder / LOG).open("ab") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+    with (
+        (folder / LOG).open("ab") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+    ):
         assert process.stdout is not None
         try:
             for line in process.stdout:
+                peak = max(peak, int(process_memory("VmHWM", process.pid) or 0))
                 observe(line.strip())
         except BaseException:  # an interrupt: nobody waits for this plan
             process.kill()
             raise
-        finally:
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            process.stdout.close()
-    return process.returncode, usage.ru_maxrss * 1024
+    return process.returncode, peak
 
 
 def _result(folder: Path, code: int, peak: int, forecast: int) -> Result:

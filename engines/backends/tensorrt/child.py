@@ -6,13 +6,13 @@ output say what it is doing; nobody else calls this module.
 """
 
 import json
-import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.backends.memory import process_memory
 from engines.backends.tensorrt.api import IBuilderConfig, ITimingCache, Product, TensorRt, tensorrt_module
 from engines.backends.tensorrt.layers import layers_from_log, layers_to_file, memory_from_log
 from engines.backends.tensorrt.log import BuildLog, log_to_file, logger_for
@@ -21,7 +21,6 @@ from plugins.errors import KilnError
 
 REQUEST, RESULT = "request.json", "result.json"
 PLAN, CACHE, LOG, LAYERS, INSPECTED = "engine.plan", "timing.cache", "build.log", "layers.json", "inspector.json"
-_MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -181,8 +180,7 @@ def main(folder: Path) -> int:
         result, code = build_in_this_process(folder, request), 0
     except KilnError as error:
         result, code = Result(error=str(error)), 2
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    document = {**asdict(result), "memory": dict(result.memory), "peak_memory": peak}
+    document = {**asdict(result), "memory": dict(result.memory), "peak_memory": int(process_memory("VmHWM") or 0)}
     (folder / RESULT).write_text(json.dumps(document), encoding="utf-8")
     return code
 
