@@ -22,7 +22,8 @@ def blocks(language: str) -> list[str]:
 
 
 def run(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "XDG_STATE_HOME": str(cwd / "state")}
     result = subprocess.run(["bash", "-c", command], cwd=cwd, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result
@@ -51,6 +52,14 @@ def test_commands(folder: Path, outputs: dict[str, str]) -> None:
     answers = [text for command, text in outputs.items() if "capital of France" in command]
     assert answers == ["The capital of France is Paris.\n"]
     assert (folder / "reports" / "smollm2.html").stat().st_size > 10_000
+
+
+def test_operating_commands(folder: Path, outputs: dict[str, str]) -> None:
+    operated = {command: run(command, folder).stdout for command in blocks("sh")[3].strip().splitlines()}
+    assert (folder / "reports" / "profile.html").stat().st_size > 10_000
+    assert "smollm2" in operated["kiln ledger list"]
+    (listed,) = (text for command, text in operated.items() if "registry list" in command)
+    assert "minilm" in listed
 
 
 def test_the_server_answers_its_commands(folder: Path, outputs: dict[str, str]) -> None:
