@@ -6,9 +6,9 @@ than any call of an operator does. A phase is bound by what most of its time goe
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.operator_work import CallWork
 from pipeline.profile.ort_events import Run
@@ -23,7 +23,7 @@ _LEAST_CALL = 2e-6
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """One node of the graph: median seconds of a pass, its work, and the least seconds that the work takes."""
+    """One node of the graph: mean seconds of a pass, its work, and the least seconds that the work takes."""
 
     name: str
     operator: str
@@ -35,10 +35,10 @@ class OperatorTime:
 
 @dataclass(frozen=True)
 class Phase:
-    """One kind of pass. `seconds`, `host` and `dispatch` without the profiler; operators with it.
+    """One kind of pass, by the fastest quarter of all. Operators were timed with the profiler, all else without it.
 
     tokens      tokens, or samples, that one pass handles
-    seconds     median of a pass as its caller sees it
+    seconds     of a pass as its caller sees it
     host        of it outside the backend
     dispatch    of it in the backend, but in no operator
     """
@@ -110,27 +110,24 @@ def phase_from_passes(
     roofline: Roofline,
 ) -> Phase:
     """`plain` passes ran without the profiler; `profiled` has the runs of each with it, `works` go by node index."""
-    seconds = statistics.median(one.seconds for one in plain)
-    in_backend = statistics.median(one.in_backend for one in plain)
-    times: dict[int, list[float]] = {}
+    fastest = _fastest(plain, lambda one: one.seconds)
+    seconds = statistics.mean(one.seconds for one in fastest)
+    in_backend = statistics.mean(one.in_backend for one in fastest)
+    chosen = _fastest(profiled, lambda runs: sum(run.seconds for run in runs))
+    times: dict[int, float] = {}
     names: dict[int, tuple[str, str]] = {}
-    for runs in profiled:
-        spent: dict[int, float] = {}
-        for call in (call for run in runs for call in run.calls):
-            spent[call.index] = spent.get(call.index, 0.0) + call.seconds
-            names[call.index] = (call.name, call.operator)
-        for index, value in spent.items():
-            times.setdefault(index, []).append(value)
-    medians = {index: statistics.median(values) for index, values in times.items()}
+    for call in (call for runs in chosen for run in runs for call in run.calls):
+        times[call.index] = times.get(call.index, 0.0) + call.seconds / len(chosen)
+        names[call.index] = (call.name, call.operator)
     streamed = sum(work.weights + work.cache for work in works.values()) > roofline.cached
-    idle = [medians[index] for index in medians if not works[index].bytes]
+    idle = [times[index] for index in times if not works[index].bytes]
     least = statistics.median(idle) if idle else _LEAST_CALL
     operators = []
     for index, (node, operator) in names.items():
         work = works[index]
         bound, best = bound_of(work, roofline, least, streamed), roofline.best(work, streamed)
-        operators.append(OperatorTime(node, operator, medians[index], work, best, bound))
-    total = sum(medians.values())
+        operators.append(OperatorTime(node, operator, times[index], work, best, bound))
+    total = sum(times.values())
     return Phase(
         name,
         title,
@@ -141,8 +138,16 @@ def phase_from_passes(
         operators=tuple(operators),
         passes=len(plain),
         streamed=streamed,
-        slowdown=statistics.median(sum(run.seconds for run in runs) for runs in profiled) / in_backend,
+        slowdown=statistics.mean(sum(run.seconds for run in runs) for runs in chosen) / in_backend,
     )
+
+
+def _fastest(passes: Sequence[Any], seconds: Callable[[Any], float]) -> list[Any]:
+    """The fastest quarter: what others do on the machine only ever makes a pass slower.
+
+    Means over whole passes, not medians of nodes, so that the nodes' times add up to the passes'.
+    """
+    return sorted(passes, key=seconds)[: max(len(passes) // 4, 1)]
 
 
 def bound_of(work: CallWork, roofline: Roofline, least: float, streamed: bool) -> Bound:

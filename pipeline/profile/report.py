@@ -86,8 +86,9 @@ COLUMNS = ("operator", "calls", "ms", "of pass", "Gop", "MiB", "op/byte", "of ro
 
 def phase_sentence(phase: Phase) -> str:
     """Its times."""
+    rate = phase.tokens / phase.seconds
     return (
-        f"{phase.seconds * 1e3:.2f} ms a pass (median of {phase.passes}), {phase.tokens / phase.seconds:,.1f}/s; "
+        f"{phase.seconds * 1e3:.2f} ms a pass (the fastest quarter of {phase.passes}), {rate:,.1f}/s; "
         f"operators sum to {phase.in_operators * 1e3:.2f} ms, {phase.coverage:.0%} of it"
     )
 

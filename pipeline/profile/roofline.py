@@ -41,8 +41,8 @@ class Roofline:
         rates = self.products.get(arithmetic)
         if not rates:
             return self.peak
-        fitting = [size for size in sorted(rates) if size >= rows]
-        return rates[fitting[0] if fitting else max(rates)]
+        fitting = min((size for size in rates if size >= rows), default=max(rates))
+        return max(rate for size, rate in rates.items() if size <= fitting)  # more rows never make products slower
 
     def computing(self, work: CallWork) -> float:
         """Least seconds for the operations."""
@@ -75,7 +75,7 @@ def best_roofline(first: Roofline, second: Roofline) -> Roofline:
 
 def measure_roofline(threads: int, rows: Iterable[int], arithmetics: Iterable[Arithmetic]) -> Roofline:
     """Takes about 2 s, 0.2 s more for each number of rows, and, for a moment, 512 MiB."""
-    sizes = sorted({1 << (count - 1).bit_length() for count in rows if count > 0} | {_MANY})
+    sizes = sorted({min(1 << (count - 1).bit_length(), _MANY) for count in rows if count > 0} | {_MANY})
     memory = read_bandwidth(threads=threads)
     products: dict[Arithmetic, dict[int, float]] = {
         arithmetic: {size: product_rate(size, _INNER, _COLUMNS, threads, 0.15, arithmetic) for size in sizes}
