@@ -98,7 +98,7 @@ def publish_command(
     registry, progress = _opened(**options, writes=True), Progress()
     with progress.stage("publish") as told:
         done = _Counter(told)
-        release = registry.publish(bundle, model, version, None, repair, allow_downgrade, done)
+        release = registry.publish(bundle, model, version, None, None, repair, allow_downgrade, done)
     if as_json:
         click.echo(release.model_dump_json())
     else:

@@ -80,7 +80,16 @@ def inputs_of(model_sha256: str, sku: Sku, options: BuildOptions, machine: Machi
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
     """What differs, in words: a digest's first characters, or a version."""
     names = [name for name in after if before.get(name) != after[name]]
-    return {name: f"{_short(before.get(name, 'none'))} -> {_short(after[name])}" for name in names}
+    return {name: _change(before.get(name, "none"), after[name]) for name in names}
+
+
+def _change(before: str, after: str) -> str:
+    """Of a list, only what differs."""
+    old, new = before.split(", "), after.split(", ")
+    if len(old) > 1:
+        before = ", ".join(part for part in old if part not in new) or "nothing"
+        after = ", ".join(part for part in new if part not in old) or "nothing"
+    return f"{_short(before)} -> {_short(after)}"
 
 
 def digest_of(document: object) -> str:

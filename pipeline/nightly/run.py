@@ -21,9 +21,9 @@ from pipeline.nightly.executor import Executor, Limits, Outcome, Task
 from pipeline.nightly.fingerprint import Machine, changes, digest_of, inputs_of
 from pipeline.nightly.journal import Journal
 from pipeline.nightly.report import Case, CaseStatus, JobReport, JobStatus, NightlyReport
-from pipeline.nightly.tasks import CANDIDATE, GATE_PAGE, STABLE
+from pipeline.nightly.tasks import CANDIDATE, GATE_PAGE, OUTPUTS, STABLE, STABLE_OUTPUTS
 from pipeline.progress import Progress
-from pipeline.registry.pull import pull
+from pipeline.registry.pull import pull, pull_outputs
 from pipeline.registry.records import Attestation, ChannelEntry, Release
 from pipeline.registry.registry import Registry
 from pipeline.registry.store import RegistryError
@@ -148,7 +148,9 @@ class Job:
         path, key = self.folder / CANDIDATE, digest_of(inputs)
         done = self._journal.find(self._name, "build", key)
         if done is None or not _holds(path, done["bundle"]):
-            options = {**self._build_options, "out": CANDIDATE}
+            runs_here = self._nightly.machine.can_run(sku)
+            recorded = self._gate_options("determinism") if runs_here else {"determinism": None}
+            options = {**self._build_options, **recorded, "out": CANDIDATE, "threads": self._config.threads}
             outcome = self._run("build", options)
             if outcome.status != "done":
                 raise StepFailedError(_case_of("build", outcome, "error"))
@@ -186,7 +188,9 @@ class Job:
     def _send(self, path: Path, inputs: dict[str, str], repair: bool) -> tuple[Release | None, str]:
         """The release, or what was wrong with it."""
         try:
-            release = self._registry.publish(path, self.model, inputs=inputs, repair=repair)
+            outputs = self.folder / OUTPUTS
+            computed = outputs if outputs.is_file() else None
+            release = self._registry.publish(path, self.model, inputs=inputs, outputs=computed, repair=repair)
         except RegistryError as error:
             return None, str(error)
         problems = self._registry.check(release)
@@ -243,6 +247,8 @@ class Job:
     def _stable(self, version: int) -> Release:
         release = self._registry.release(self.model, self.sku_name, version)
         self._bring(release, STABLE)
+        (self.folder / STABLE_OUTPUTS).unlink(missing_ok=True)
+        pull_outputs(self._registry, release, self.folder / STABLE_OUTPUTS)
         return release
 
     def _bring(self, release: Release, name: str) -> None:

@@ -10,6 +10,7 @@ from pipeline.nightly.config import AccuracyOptions, BuildOptions, DeterminismOp
 from pipeline.progress import Progress
 
 CANDIDATE, STABLE, GATE_PAGE = "candidate", "stable", "accuracy.html"
+OUTPUTS, STABLE_OUTPUTS = "outputs.npz", "stable-outputs.npz"
 """Names in a task's folder."""
 
 
@@ -24,6 +25,13 @@ def _build(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
         BuildOptions.model_validate(options["build"]),
         _progress(),
     )
+    outputs = folder / OUTPUTS
+    outputs.unlink(missing_ok=True)
+    if options["determinism"] is not None:
+        from pipeline.nightly.determinism import record_outputs
+
+        determinism = DeterminismOptions.model_validate(options["determinism"])
+        record_outputs(bundle.path, determinism, options["threads"], outputs)
     return {"bundle": bundle.sha256}
 
 
@@ -54,6 +62,7 @@ def _determinism(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     return judge_determinism(
         folder / STABLE,
         folder / CANDIDATE,
+        folder / STABLE_OUTPUTS,
         rebuild,
         DeterminismOptions.model_validate(options["determinism"]),
         options["threads"],

@@ -73,6 +73,15 @@ def pull(
     return release
 
 
+def pull_outputs(registry: Registry, release: Release, target: Path) -> bool:
+    """Bring what a release's engine computed where it was built; whether that was kept."""
+    if release.outputs is None:
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    download(registry.store, target.parent, {target.name: release.outputs}, release.chunk_bytes, lambda _: None)
+    return True
+
+
 def _refuse_downgrade(registry: Registry, seen: Seen, version: int, head: ChannelEntry | None, target: Path) -> None:
     told = "say --allow-downgrade if you know why"
     if head is None:

@@ -53,6 +53,8 @@ class Release(_Record):
     chunk_bytes: int = Field(ge=1)
     files: dict[str, StoredFile]
     inputs: dict[str, str] = {}
+    outputs: StoredFile | None = None
+    """What the engine computed where it was built, an .npz: what later versions are compared with."""
 
     @field_validator("files")
     @classmethod
@@ -71,7 +73,7 @@ class Release(_Record):
     def chunks(self) -> dict[str, int]:
         """Bytes of every chunk, by digest."""
         found = {}
-        for file in self.files.values():
+        for file in (*self.files.values(), *([self.outputs] if self.outputs else [])):
             for index, digest in enumerate(file.chunks):
                 found[digest] = min(self.chunk_bytes, file.bytes - index * self.chunk_bytes)
         return found

@@ -68,6 +68,7 @@ class Registry:
         model: str | None = None,
         version: int | None = None,
         inputs: Mapping[str, str] | None = None,
+        outputs: Path | None = None,
         repair: bool = False,
         allow_downgrade: bool = False,
         told: Told = lambda _: None,
@@ -85,8 +86,11 @@ class Registry:
             for file in sorted(path.rglob("*"))
             if file.is_file()
         }
+        computed = None if outputs is None else stored_file(outputs, self._chunk_bytes)
         with self.access.lease():
             upload(self.store, path, files, self._chunk_bytes, told, repair)
+            if outputs is not None and computed is not None:
+                upload(self.store, outputs.parent, {outputs.name: computed}, self._chunk_bytes, told, repair)
             while (release := self._published(model, sku, bundle)) is None:
                 highest = self.access.newest(folder)
                 release = Release(
@@ -99,6 +103,7 @@ class Registry:
                     chunk_bytes=self._chunk_bytes,
                     files=files,
                     inputs=dict(inputs or {}),
+                    outputs=computed,
                 )
                 self._require_chunks(release)
                 self.access.require_lease()

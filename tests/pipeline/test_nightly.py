@@ -94,6 +94,7 @@ def test_a_rebuild_is_compared_with_stable_and_promoted(world, silent):
     assert list(cases(job)) == ["build", "upload", "verify stable", "accuracy", "determinism", "speed", "promote"]
     assert "bit by bit" in text_of(job, "determinism")
     assert job.changes == {"code": "code-1 -> code-2"}
+    assert "as they were when it was built" in text_of(job, "determinism")
     registry = made.registry()
     assert registry.channel("mlp", SKU, "stable").version == 1
     assert registry.channel("mlp", SKU, "canary").version == 2
@@ -245,7 +246,15 @@ def local(tmp_path: Path, kind: str = "build", seconds: float = 60, memory: int 
 
 
 def build_options(path: Path) -> dict:
-    return {"out": "candidate", "source": str(path), "sku": SKU, "sku_file": None, "build": {}}
+    return {
+        "out": "candidate",
+        "source": str(path),
+        "sku": SKU,
+        "sku_file": None,
+        "build": {},
+        "determinism": None,
+        "threads": None,
+    }
 
 
 def test_a_task_in_a_process_of_its_own(tmp_path):
@@ -401,6 +410,27 @@ def test_a_rebuild_that_computes_something_else_is_beyond_chance(world, silent, 
     assert job.status == "held back"
     assert cases(job) | {"determinism": "failed", "accuracy": "passed"} == cases(job)
     assert "beyond chance" in text_of(job, "determinism")
+
+
+def test_an_update_that_changes_what_the_same_engine_computes_is_seen(world, silent, monkeypatch):
+    """Both engines run with the new library and agree; what stable computed when it was built does not."""
+    from pipeline.nightly import determinism
+
+    made = world("mlp")
+    made.night(silent)
+    made.make_stable()
+    run = determinism._run
+    monkeypatch.setattr(
+        determinism,
+        "_run",
+        lambda *arguments: [{name: value * 1.001 for name, value in one.items()} for one in run(*arguments)],
+    )
+    job = only(made.night(silent, "code-2"))
+    assert (job.status, cases(job)["determinism"]) == ("held back", "failed")
+    assert "as they were when it was built" in text_of(job, "determinism")
+    options = made.config.determinism.model_copy(update={"seed": 7})
+    folder = made.config.work / "jobs" / f"mlp-{SKU}"
+    assert determinism._read_outputs(folder / "stable-outputs.npz", options) is None, "those of other inputs"
 
 
 def test_the_journal_survives_a_cut_line_and_forgets_ended_runs(tmp_path):
