@@ -1,7 +1,8 @@
 """A TensorRT bundle from an ONNX model: passes, rules, profiles, the plan, and a comparison with the model.
 
-The passes are those for TensorRT, whatever backend the SKU has by default. Q and D that TensorRT would not fuse are
-refused before anything is built. Decoders are refused: their attention is an operator of its own.
+The passes are those for TensorRT, whatever backend the SKU has by default. Q and D that TensorRT would read as other
+values are refused before anything is built; those that it would not fuse are named. Decoders are refused: their
+attention is an operator of its own.
 """
 
 import shutil
@@ -48,7 +49,7 @@ from engines.sku import Sku, sku_table
 from engines.sku_detect import Gpu, NoDriverError, match_gpu, own_gpus
 from passes.graph import graph_from_path
 from passes.onnx_model import OnnxModel, external_files, load_structure
-from passes.quantization.tensorrt_placement import quantised_products, require_fusable
+from passes.quantization.tensorrt_placement import placement_faults, quantised_products, require_readable
 from passes.standard import Precision
 from pipeline.forecast import size
 from pipeline.optimize import OptimizeConfig, optimize
@@ -60,6 +61,7 @@ TensorRtBackend = Product | Backend
 BACKENDS: tuple[str, ...] = (*get_args(Product), *ORT_BACKENDS)
 DISTRIBUTION = "kiln-engine"
 MODEL = "model.onnx"
+_NAMED = 5
 _LIMIT = 5e-2
 """Largest relative error against the ONNX model on a CPU: that of a pass which changes precision."""
 
@@ -118,7 +120,12 @@ def _build(
 ) -> EngineBundle:
     """`model` is the graph that TensorRT gets, made from `source`."""
     graph = graph_from_path(model.path)
-    require_fusable(graph)
+    faults = placement_faults(graph)
+    require_readable(faults)
+    for fault in faults[:_NAMED]:
+        progress.note(f"Q and D: {fault.sentence()}")
+    if len(faults) > _NAMED:
+        progress.note(f"Q and D: {len(faults) - _NAMED} more places cost time")
     products = [node.name for node in quantised_products(graph)]
     profiles = derive_profiles(model.inputs, None, config.serving)
     for profile in profiles:

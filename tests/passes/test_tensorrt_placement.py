@@ -12,7 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from passes.graph import graph_from_proto
-from passes.quantization.tensorrt_placement import placement_faults, quantised_products, require_fusable
+from passes.quantization.tensorrt_placement import placement_faults, quantised_products, require_readable
 from plugins.errors import KilnError
 
 make = helper.make_node
@@ -31,6 +31,7 @@ CONSTANTS = {
     "biz": np.zeros(8, np.int32),
     "wf": np.ones((8, 8, 3, 3), np.float32),
     "half": np.array([4, 4], np.int64),
+    **{f"i{number}": np.array(number, np.int64) for number in range(3)},
     "thirds": np.array([2, 2, 4], np.int64),
     "w8": np.ones((8, 8, 3, 3), ml_dtypes.float8_e4m3fn),
     "w8z": np.zeros(8, ml_dtypes.float8_e4m3fn),
@@ -154,7 +155,7 @@ WRONG = {
 def test_right_places_are_left_alone(name: str) -> None:
     graph = graph_from_proto(model(*RIGHT[name]))
     assert placement_faults(graph) == []
-    require_fusable(graph)
+    require_readable([])
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -181,8 +182,26 @@ def test_packed_queries_keys_and_values_are_named() -> None:
     (fault,) = placement_faults(graph)
     assert (fault.node, fault.fusion) == ("packed", "8-bit MatMul")
     assert [node.name for node in quantised_products(graph)] == ["packed"]
-    with pytest.raises(KilnError, match=r"packed \(MatMul\): no 8-bit MatMul: split \(Split\) takes its result apart"):
-        require_fusable(graph)
+    assert fault.sentence().startswith("packed (MatMul): no 8-bit MatMul: split (Split) takes its result apart; keep")
+    require_readable([fault])  # it costs time only
+
+
+def test_queries_keys_and_values_in_slices_are_named() -> None:
+    """As PP-OCR's reader has them."""
+    nodes = [*packed("thirds", "k", "q", "v")[:-2], make("Transpose", ["hb"], ["t"], "turn", perm=[1, 0])]
+    nodes += [
+        make("Gather", ["t", index], [part], part, axis=0) for index, part in (("i0", "k"), ("i1", "q"), ("i2", "y"))
+    ]
+    (fault,) = placement_faults(graph_from_proto(model(*nodes, shape=("n", 8))))
+    assert (fault.node, fault.reason) == ("packed", "k (Gather) takes its result apart")
+
+
+def test_values_that_tensorrt_would_read_as_others_are_refused() -> None:
+    faults = placement_faults(graph_from_proto(model(*WRONG["stores uint8"][0])))
+    with pytest.raises(
+        KilnError, match=r"reads other 8-bit values: x_q \(QuantizeLinear\): no 8-bit tensor: it stores uint8"
+    ):
+        require_readable(faults)
 
 
 def test_quantised_products_are_those_with_both_operands_from_d() -> None:

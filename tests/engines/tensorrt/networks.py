@@ -3,7 +3,9 @@
 Ranges for INT8 are those of one run of the float graph, which is enough to judge where Q and D stand, not accuracy.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -27,8 +29,13 @@ from plugins.paged_attention.schema import OP_TYPE
 PRECISIONS = ("fp32", "fp16", "int8")
 
 
-def prepared(model: OnnxModel, folder: Path, precision: str) -> OnnxModel:
-    """`model` as a build for TensorRT makes it, without the numeric gate: that is tested elsewhere."""
+def prepared(
+    model: OnnxModel, folder: Path, precision: str, sizes: Mapping[str, int] = MappingProxyType({})
+) -> OnnxModel:
+    """`model` as a build for TensorRT makes it, without the numeric gate: that is tested elsewhere.
+
+    `sizes` are those of symbols for which not any size does.
+    """
     target = PassTarget(backend="tensorrt", decoder=model.decoder, precision="fp32")
     path = folder / f"{model.path.stem}-{precision}.onnx"
     floats, _ = run_passes(model, folder / "float" / path.name, standard_passes(target, table=FLOAT_TABLE))
@@ -36,23 +43,26 @@ def prepared(model: OnnxModel, folder: Path, precision: str) -> OnnxModel:
         floats = cut_at_attention(floats.path, floats.path.with_name("cut.onnx"))
     passes = standard_passes(target, table=BINDING_TABLE)
     if precision == "fp16":
-        passes = [CastPrecision("float16", {name: s.range.magnitude for name, s in ranges(floats).items()}), *passes]
+        passes = [
+            CastPrecision("float16", {name: s.range.magnitude for name, s in ranges(floats, sizes).items()}),
+            *passes,
+        ]
     if precision == "int8":
-        passes = [insert_qdq(floats), *passes]
+        passes = [insert_qdq(floats, sizes), *passes]
     return run_passes(floats, path, passes)[0]
 
 
-def insert_qdq(model: OnnxModel) -> InsertQdq:
+def insert_qdq(model: OnnxModel, sizes: Mapping[str, int]) -> InsertQdq:
     """Every layer as w8a8 but the first and the last, as `build-engine --quant int8` plans it."""
     graph = graph_from_path(model.path)
     name_layers(graph)
     layers = layers_of(graph)
     chosen = [layer for layer in layers[1:-1] if "w8a8" in supported_schemes(layer, "tensorrt")]
     plan = PrecisionPlan("m", {layer.name: LayerPlan("w8a8") for layer in chosen})
-    return InsertQdq(plan, CalibrationTable("m", "d", "minmax", True, ranges(model), {}), "tensorrt")
+    return InsertQdq(plan, CalibrationTable("m", "d", "minmax", True, ranges(model, sizes), {}), "tensorrt")
 
 
-def ranges(model: OnnxModel) -> dict[str, TensorStatistics]:
+def ranges(model: OnnxModel, sizes: Mapping[str, int]) -> dict[str, TensorStatistics]:
     """Of every float tensor that one run computes."""
     proto = onnx.load(model.path, load_external_data=False)
     known = {value.name for value in proto.graph.output}
@@ -62,7 +72,7 @@ def ranges(model: OnnxModel) -> dict[str, TensorStatistics]:
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.path.parent))
     session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    feeds = random_feeds(model)
+    feeds = random_feeds(model, sizes)
     values = {
         **dict(zip([o.name for o in session.get_outputs()], session.run(None, dict(feeds)), strict=True)),
         **feeds,
@@ -107,12 +117,12 @@ def head_dim_of(node: gs.Node) -> int:
     return int(node.inputs[3].shape[-1])
 
 
-def random_feeds(model: OnnxModel, size: int = 8) -> dict[str, NDArray]:
-    """Every symbol is `size`, ids are below it, floats come from a normal distribution."""
+def random_feeds(model: OnnxModel, sizes: Mapping[str, int], size: int = 8) -> dict[str, NDArray]:
+    """Other symbols are `size`, ids are below it, floats come from a normal distribution."""
     rng = np.random.default_rng(0)
     feeds = {}
     for tensor in model.inputs:
-        shape = [size if isinstance(known, str) else known for known in tensor.shape]
+        shape = [sizes.get(known, size) if isinstance(known, str) else known for known in tensor.shape]
         if np.dtype(tensor.dtype).kind == "f":
             feeds[tensor.name] = rng.standard_normal(shape).astype(tensor.dtype)
         elif tensor.name == "attention_mask":
