@@ -19,7 +19,7 @@ from passes.graph import graph_from_path
 from passes.onnx_model import DecoderSpec, OnnxModel, onnx_model_from_path
 from passes.quantization.tensorrt_placement import placement_faults, quantised_products
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.networks]
 LAYERS = 2
 
 
@@ -45,6 +45,13 @@ OCR = {
     "ch_PP-OCRv4_rec_infer": {"height": Sizes(48, 48, 48), "width": Sizes(32, 320, 640)},
     "ch_ppocr_mobile_v2.0_cls_infer": {"height": Sizes(48, 48, 48), "width": Sizes(192, 192, 192)},
 }
+
+
+@pytest.fixture(autouse=True)
+def _opt_in(request: pytest.FixtureRequest) -> None:
+    """All of them take ten minutes; one is part of the suite."""
+    if request.node.name != "test_efficientnet[int8]" and "networks" not in request.config.getoption("-m"):
+        pytest.skip("opt-in: -m networks")
 
 
 @pytest.fixture(scope="module")
