@@ -27,6 +27,9 @@ from pipeline.registry.records import (
 from pipeline.registry.store import RegistryError, Store, UntrustedError
 from pipeline.registry.transfer import CHUNK_BYTES, Told, read_chunk, stored_file, upload
 
+Lower = Literal["take", "leave", "refuse"]
+"""What becomes of a channel's move to a lower version; `leave`: another writer was faster with a higher one."""
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -112,9 +115,7 @@ class Registry:
                 if version is not None:
                     raise RegistryError(f"version {version} of {model} for {sku} exists; versions never change")
             self._require_chunks(release)
-            head = self.channel(model, sku, "candidate")
-            if head is None or head.version < release.version or allow_downgrade:
-                self._move(model, sku, "candidate", release.version, allow_downgrade)
+            self._move(model, sku, "candidate", release.version, "take" if allow_downgrade else "leave")
         return release
 
     @staticmethod
@@ -253,15 +254,15 @@ class Registry:
                     "or say --allow-unverified"
                 )
             self._require_chunks(release)
-            return self._move(model, sku, channel, version, allow_downgrade)
+            return self._move(model, sku, channel, version, "take" if allow_downgrade else "refuse")
 
-    def _move(self, model: str, sku: str, channel: Channel, version: int, allow_downgrade: bool) -> ChannelEntry:
+    def _move(self, model: str, sku: str, channel: Channel, version: int, lower: Lower) -> ChannelEntry:
         action: Literal["publish", "promote"] = "publish" if channel == "candidate" else "promote"
         while True:
             head = self.channel(model, sku, channel)
-            if head is not None and head.version == version:
+            if head is not None and (head.version == version or (version < head.version and lower == "leave")):
                 return head
-            if head is not None and version < head.version and not allow_downgrade:
+            if head is not None and version < head.version and lower == "refuse":
                 raise RegistryError(
                     f"{channel} of {model} for {sku} has version {head.version}; {version} is lower: use kiln registry "
                     "rollback, or say --allow-downgrade"
