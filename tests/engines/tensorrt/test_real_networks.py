@@ -105,7 +105,10 @@ def built(
     assert bool(products) == (precision == "int8")
     out = folder / "plan"
     out.mkdir()
-    plan = build_plan(made, derive_profiles(made.inputs, decoder, serving), TensorRtOptions(), out)
+    profiles = derive_profiles(made.inputs, decoder, serving)
+    if precision != "fp32":
+        profiles = profiles[-1:]  # all of them are built in FP32; each costs the time of a build
+    plan = build_plan(made, profiles, TensorRtOptions(), out)
     assert sorted(float_products(plan.layers, products)) == faults
     assert len(faults) == unfused
     types = {kind for layer in plan.layers for kind in layer.input_types}
@@ -130,7 +133,7 @@ def test_smollm2_cut_at_attention(builder, exported, tmp_path: Path, precision: 
     assert model.decoder is not None
     decoder = replace(model.decoder, max_context=2048)
     plan = built(model, tmp_path, precision, ServingShapes(max_running=8, tokens_per_step=256), decoder)
-    assert sum("profile 2" in layer.name or "_myl2_" in layer.name for layer in plan.layers) > 0
+    assert any("_myl2_" in layer.name for layer in plan.layers) == (precision == "fp32"), "three profiles"
 
 
 @pytest.mark.parametrize("precision", NETWORKS.PRECISIONS)
