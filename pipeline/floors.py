@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from passes.onnx_model import DecoderSpec, load_structure
+from pipeline.operator_work import product_operations
 from plugins.paged_attention.schema import INPUTS, LOGITS, OP_TYPE
 from plugins.quant_matmul.schema import INT8_MATMUL, WEIGHT_MATMUL
 
@@ -30,8 +31,7 @@ _WEIGHTS: Mapping[str, tuple[int, ...]] = {
 }
 """Product to the inputs that may be its weight."""
 _PACKED = (INT8_MATMUL.op_type, WEIGHT_MATMUL.op_type)
-_PRODUCTS = {"MatMul", "Gemm"}
-_COUNTED = {*_PRODUCTS, "Conv", "QLinearConv", "MultiHeadAttention"}
+_COUNTED = {"MatMul", "Gemm", "Conv", "QLinearConv", "MultiHeadAttention"}
 _ROTATIONS = tuple(i for i, spec in enumerate(INPUTS) if spec.name in ("cos_cache", "sin_cache"))
 _ROW_TABLES = {"Gather": (0,), OP_TYPE: _ROTATIONS}
 """Operator to the inputs of which it reads a few rows only."""
@@ -138,15 +138,18 @@ def decoder_work_from_graph(path: Path, spec: DecoderSpec) -> DecoderWork:
 
 def plain_operations(path: Path, feeds: Mapping[str, NDArray]) -> float:
     """Operations of products and convolutions on these inputs, from the shapes of one profiled, unoptimised run."""
-    return sum(_operations(call) for call in _profiled_calls(path, feeds) if call["op_name"] in _COUNTED)
+    return _counted_operations(_profiled_calls(path, feeds))
 
 
 def plain_work(path: Path, feeds: Mapping[str, NDArray], batch: int) -> PlainWork:
     """Count a plain model on inputs of `batch` samples, from the shapes of one profiled, unoptimised run."""
     calls = _profiled_calls(path, feeds)
-    operations = sum(_operations(call) for call in calls if call["op_name"] in _COUNTED)
     alive = _most_alive(path, calls)
-    return PlainWork(operations / batch, weight_bytes(path), None if alive is None else alive / batch)
+    return PlainWork(_counted_operations(calls) / batch, weight_bytes(path), None if alive is None else alive / batch)
+
+
+def _counted_operations(calls: list[dict[str, Any]]) -> float:
+    return sum(product_operations(call) or 0.0 for call in calls if call["op_name"] in _COUNTED)
 
 
 def _most_alive(path: Path, calls: list[dict[str, Any]]) -> float | None:
@@ -199,24 +202,6 @@ def _profiled_calls(path: Path, feeds: Mapping[str, NDArray]) -> list[dict[str, 
         events = json.loads(Path(session.end_profiling()).read_text())
     kernels = [event for event in events if event["name"].endswith("_kernel_time") and "op_name" in event["args"]]
     return [{**event["args"], "node": event["name"].removesuffix("_kernel_time")} for event in kernels]
-
-
-def _operations(call: Mapping[str, Any]) -> float:
-    """Two for each multiply-add: elements of the output times the length of the sum behind each."""
-    inputs = [tuple(shape) for entry in call["input_type_shape"] for shape in entry.values()]
-    outputs = [tuple(shape) for entry in call["output_type_shape"] for shape in entry.values()]
-    first, second, output = inputs[0], inputs[1], outputs[0]
-    if call["op_name"] == "MultiHeadAttention":  # [batch, queries, hidden] and [batch, keys, hidden]; two products
-        return 4.0 * math.prod(first) * second[1]
-    if call["op_name"] == "QLinearConv":
-        second = inputs[3]
-    if call["op_name"] in ("Conv", "QLinearConv"):
-        length = math.prod(second[1:])  # channels of the group, and the kernel
-    elif call["op_name"] == "Gemm":
-        length = math.prod(first) // output[0]  # whichever way the first operand lies
-    else:
-        length = first[-1]
-    return 2.0 * math.prod(output) * length
 
 
 def weight_bytes(path: Path) -> int:
