@@ -32,7 +32,8 @@ _SLOWER_ON_CPU = ["SkipLayerNormFusion", "BiasGeluFusion"]
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 _ALIGNMENT = 64
 """Cache line, and one AVX-512 register."""
-_ONNX_TYPE = {"float32": 1, "int8": 3, "float16": 10, "bfloat16": 16}
+ONNX_TYPE = {"float32": 1, "int8": 3, "int32": 6, "int64": 7, "float16": 10, "bfloat16": 16}
+"""Numbers of onnx.TensorProto by NumPy's names."""
 _NUMPY_TYPE = {
     "tensor(float)": "float32",
     "tensor(double)": "float64",
@@ -95,7 +96,7 @@ class OnnxRuntimeDecoder:
         if probes:
             graph = graph_with_probes(engine, probes)
         self._session = session_from_file(engine, provider, plugins, threads, optimized, config, graph, profile)
-        _check_serving_graph(engine, self._session, kv, probes)
+        check_serving_graph(engine, self._session, kv, probes)
         outputs = {node.name: node for node in self._session.get_outputs()}
         self._vocabulary: int = outputs[LOGITS].shape[1]
         self._binding = self._session.io_binding()
@@ -263,6 +264,7 @@ def session_from_file(
     config: Mapping[str, str] | None = None,
     graph: bytes | None = None,
     profile: Path | None = None,
+    provider_options: Mapping[str, str] | None = None,
 ) -> Any:
     """An ONNX Runtime session of a file, or of `graph`, which replaces it but uses the weights beside it.
 
@@ -309,7 +311,7 @@ def session_from_file(
         return onnxruntime.InferenceSession(
             str(engine) if graph is None else graph,
             options,
-            providers=list(dict.fromkeys((provider, CPU))),
+            providers=[(provider, dict(provider_options or {})), *([] if provider == CPU else [CPU])],
             disabled_optimizers=_SLOWER_ON_CPU if provider == CPU else None,
         )
     except Exception as error:
@@ -326,7 +328,7 @@ def ort_message(error: Exception) -> str:
     return text if (short := shortage_in(error)) is None else f"{text} ({short})"
 
 
-def _check_serving_graph(engine: Path, session: Any, kv: KvSpec, probes: Sequence[str]) -> None:
+def check_serving_graph(engine: Path, session: Any, kv: KvSpec, probes: Sequence[str]) -> None:
     """Compare the graph's inputs and outputs with the schema and the cache layout."""
     inputs = {node.name: node for node in session.get_inputs()}
     outputs = {node.name: node for node in session.get_outputs()}
@@ -372,4 +374,4 @@ def _zeroed(shape: tuple[int, ...], dtype: CacheDtype) -> tuple[NDArray, Any]:
     raw = np.zeros(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     array = raw[start : start + size].view({4: np.float32, 2: np.uint16, 1: np.int8}[itemsize]).reshape(shape)
-    return array, onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ONNX_TYPE[dtype])
+    return array, onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, ONNX_TYPE[dtype])
