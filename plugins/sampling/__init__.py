@@ -1,0 +1,1 @@
+"""Operators that choose tokens inside the graph, and feed them to the next step."""
