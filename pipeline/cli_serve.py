@@ -100,7 +100,7 @@ def serve_command(
     changes = {name: value for name, value in given.items() if value is not None}
     specs = [
         _spec(path, name, changes, kv_blocks=kv_blocks, swap_blocks=swap_blocks, kv=kv, window=window, threads=threads)
-        for path, name in zip(bundles, _each_named(bundles, names), strict=True)
+        for path, name in zip(bundles, each_named(bundles, names), strict=True)
     ]
     _require_different([str(spec.name) for spec in specs])
     share_one_malloc_arena()
@@ -140,7 +140,8 @@ def _require_packages() -> None:
     del fastapi, uvicorn
 
 
-def _each_named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> tuple[str | None, ...]:
+def each_named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> tuple[str | None, ...]:
+    """The name that --name gives to each bundle. Raises KilnError where there are some, but not one for each."""
     if not names:
         return (None,) * len(bundles)
     if len(names) != len(bundles):
