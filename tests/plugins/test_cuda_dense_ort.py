@@ -55,6 +55,7 @@ class Session:
         cuda = ("CUDAExecutionProvider", {"enable_cuda_graph": str(int(graph))})
         self._session = ort.InferenceSession(model.SerializeToString(), options, providers=[cuda])
         self._type, self._names = TYPES[dtype], names
+        self._somewhere = torch.empty(16, device="cuda")  # of tensors without elements, which torch gives no address
 
     def run(self, inputs: "list[torch.Tensor]", outputs: "list[torch.Tensor]") -> None:
         binding = self._session.io_binding()
@@ -62,7 +63,8 @@ class Session:
         sides = zip((binding.bind_input, binding.bind_output), self._names, (inputs, outputs), strict=True)
         for bind, names, tensors in sides:
             for name, tensor in zip(names, tensors, strict=True):
-                bind(name, "cuda", 0, self._type, tuple(tensor.shape), tensor.data_ptr())
+                pointer = tensor.data_ptr() or self._somewhere.data_ptr()
+                bind(name, "cuda", 0, self._type, tuple(tensor.shape), pointer)
         self._session.run_with_iobinding(binding)
 
 
