@@ -28,6 +28,7 @@ from pipeline.cli_calibrate import calibrate_command
 from pipeline.cli_capi import capi_group
 from pipeline.cli_compare import compare_command
 from pipeline.cli_doctor import doctor_command
+from pipeline.cli_export import export_repo_group
 from pipeline.cli_ledger import explain_command, ledger_group
 from pipeline.cli_load import load_command
 from pipeline.cli_nightly import nightly_group
@@ -195,6 +196,7 @@ kiln_group.add_command(bisect_command)
 kiln_group.add_command(calibrate_command)
 kiln_group.add_command(capi_group)
 kiln_group.add_command(explain_command)
+kiln_group.add_command(export_repo_group)
 kiln_group.add_command(ledger_group)
 kiln_group.add_command(load_command)
 kiln_group.add_command(nightly_group)
