@@ -26,14 +26,6 @@ from engines.manifest import (
     TensorRecord,
     TensorRtRecord,
 )
-    BackendRecord,
-    Manifest,
-    ModelRecord,
-    ServingRecord,
-    SkuRecord,
-    TensorRecord,
-    TensorRtRecord,
-)
 from passes.onnx_model import DecoderSpec, onnx_model_from_path
 from pipeline.cli_export import export_repo_group
 from pipeline.export_repo import export_triton
