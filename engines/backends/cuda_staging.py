@@ -1,0 +1,102 @@
+"""A step's small arrays on their way to the device: packed into pinned memory, brought over with one copy.
+
+Two pinned areas take turns, because the device may still read the one before while the next step is written. On the
+device there is one area, which the stream's order protects. Knows arrays and sizes; not what they mean.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.backends.cuda_memory import DeviceMemory, PinnedMemory, Runtime
+
+_ALIGNMENT = 64
+"""Of every array: the kernels read 16 bytes at a time."""
+TURNS = 2
+"""Steps that may be under way at a time."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """Shape and type of one array."""
+
+    shape: tuple[int, ...]
+    dtype: str = "int32"
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each of some arrays lies in an area."""
+
+    arrays: Mapping[str, Array]
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        places, place = {}, 0
+        for name, array in self.arrays.items():
+            places[name] = place
+            place += -(-array.size // _ALIGNMENT) * _ALIGNMENT
+        return places
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole area."""
+        return sum(-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in self.arrays.values())
+
+    def views(self, area: NDArray[np.uint8]) -> dict[str, NDArray]:
+        """The arrays in an area of host memory."""
+        return {
+            name: area[place : place + self.arrays[name].size]
+            .view(self.arrays[name].dtype)
+            .reshape(self.arrays[name].shape)
+            for name, place in self.offsets.items()
+        }
+
+
+class Staging:
+    """Pinned areas and a device area of at least `size` bytes; they grow where a step needs more."""
+
+    def __init__(self, runtime: Runtime, size: int, what: str) -> None:
+        self._runtime, self._what = runtime, what
+        self._device = DeviceMemory(runtime, size, what)
+        self._pinned = [PinnedMemory(runtime, size, what) for _ in range(TURNS)]
+
+    @property
+    def address(self) -> int:
+        """Of the device area."""
+        return self._device.address
+
+    def reserve(self, size: int) -> None:
+        """Have areas of `size` bytes, with room to spare where they must grow: waits for the device then."""
+        if size <= self._device.size:
+            return
+        self._runtime.synchronize()
+        self.close()
+        size = 1 << (size - 1).bit_length()
+        self._device = DeviceMemory(self._runtime, size, self._what)
+        self._pinned = [PinnedMemory(self._runtime, size, self._what) for _ in range(TURNS)]
+
+    def area(self, turn: int) -> NDArray[np.uint8]:
+        """The pinned area of a turn; the step that used it before must have been collected."""
+        return self._pinned[turn].bytes
+
+    def send(self, turn: int, size: int, target: int | None = None) -> None:
+        """Queue the copy of the area's first bytes to the device: to this staging's own area, or to `target`."""
+        self._runtime.copy(self._device.address if target is None else target, self._pinned[turn].address, size)
+
+    def send_rows(self, turn: int, width: int, pitch: int, rows: int) -> None:
+        """Queue the copy of rows of `width` bytes, side by side, to rows `pitch` bytes apart."""
+        self._runtime.copy_rows(self._device.address, pitch, self._pinned[turn].address, width, rows)
+
+    def close(self) -> None:
+        self._device.close()
+        for memory in self._pinned:
+            memory.close()
