@@ -7,6 +7,7 @@ that collide would mix up answers, so it is a cryptographic hash. Only full bloc
 
 import hashlib
 from array import array
+from collections.abc import Iterable
 
 from engines.runtime.block_pool import BlockHash, BlockPool
 from engines.runtime.sequence import Sequence
@@ -15,6 +16,22 @@ from engines.runtime.sequence import Sequence
 def salt_of_tenant(tenant: str) -> bytes:
     """The parent of a tenant's first blocks; empty for no tenant."""
     return hashlib.blake2b(tenant.encode(), digest_size=16).digest() if tenant else b""
+
+
+def name_blocks(names: list[BlockHash], token_ids: array, block_size: int, salt: bytes, count: int) -> None:
+    """Add names to those of a sequence's first blocks until there are `count`; `token_ids` are int32."""
+    while len(names) < count:
+        start = len(names) * block_size
+        tokens = token_ids[start : start + block_size].tobytes()
+        parent = names[-1] if names else salt
+        names.append(hashlib.blake2b(tokens, key=parent, digest_size=16).digest())
+
+
+def names_of_prompt(token_ids: Iterable[int], block_size: int, tenant: str) -> list[BlockHash]:
+    """Names of the blocks of a prompt that an engine may know already: at least one token is left to compute."""
+    tokens, names = array("i", token_ids), list[BlockHash]()
+    name_blocks(names, tokens, block_size, salt_of_tenant(tenant), (len(tokens) - 1) // block_size)
+    return names
 
 
 class PrefixCache:
@@ -69,9 +86,5 @@ class PrefixCache:
 
     def _names(self, sequence: Sequence, count: int) -> list[BlockHash]:
         names = sequence.block_names
-        while len(names) < count:
-            start = len(names) * self.block_size
-            tokens = sequence.token_ids[start : start + self.block_size].tobytes()
-            parent = names[-1] if names else sequence.salt
-            names.append(hashlib.blake2b(tokens, key=parent, digest_size=16).digest())
+        name_blocks(names, sequence.token_ids, self.block_size, sequence.salt, count)
         return names[:count]

@@ -154,6 +154,8 @@ class Request:
     """Seconds after which the request ends with what it has; None: never."""
     tenant: str = ""
     """Requests share the cached prefixes of their own tenant only."""
+    whole: bool = False
+    """Nobody sees the answer before its end: it may come in one chunk, and be begun anew where its engine died."""
 
     def __post_init__(self) -> None:
         if self.lane not in LANES:
@@ -162,6 +164,8 @@ class Request:
             _check_number("timeout", self.timeout, "None or a positive number of seconds", lambda x: x > 0)
         if not isinstance(self.tenant, str):
             raise KilnError(f"tenant is {self.tenant!r}; expected text")
+        if not isinstance(self.whole, bool):
+            raise KilnError(f"whole is {self.whole!r}; expected True or False")
         if isinstance(self.prompt, str):
             return
         if not isinstance(self.prompt, Sequence) or not all(type(token) is int for token in self.prompt):

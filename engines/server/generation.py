@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -83,8 +83,7 @@ class Generation:
         for prompt in prompts:
             _check_length(prompt, engine.info)
         for prompt in prompts:
-            one = Request(prompt, request.sampling, request.lane, request.timeout, request.tenant)
-            streams = await engine.submit(one)
+            streams = await engine.submit(replace(request, prompt=prompt))
             record.streams.extend(streams)
             record.prompt_tokens += len(prompt)
             answers.extend(Answer(prompt) for _ in streams)
@@ -162,7 +161,14 @@ def request_from_body(
         n=body.n or 1,
         guidance=guided[0] if guided else None,
     )
-    return Request((), sampling, context.lane(caller, body.lane), context.config.request_timeout, caller.tenant)
+    return Request(
+        (),
+        sampling,
+        context.lane(caller, body.lane),
+        context.config.request_timeout,
+        caller.tenant,
+        whole=not body.stream,
+    )
 
 
 def schema_text(schema: dict[str, Any], param: str) -> str:
