@@ -62,11 +62,14 @@ def build_plan(
     options: TensorRtOptions,
     folder: Path,
     *,
+    parsed: Path | None = None,
     product: Product = "tensorrt",
     inspect: bool = False,
     observe: Callable[[str], None] = lambda phase: None,
 ) -> Plan:
     """Write plan, timing cache, log and layers into `folder`, which exists. `observe` hears of each phase.
+
+    `parsed` is the same graph in operators that only TensorRT's parser knows, where there are such.
 
     Raises KilnError: for a profile that the graph does not compute with, a graph that TensorRT does not take, memory
     that would not do, and a builder that crashed. The log stays in `folder`.
@@ -79,7 +82,7 @@ def build_plan(
             f"{host_memory() / 2**30:.1f} GiB; build on a larger one, or a smaller model"
         )
     shapes = [{tensor.name: profile.shapes(tensor) for tensor in model.inputs} for profile in profiles]
-    request = Request(product, str(model.path.resolve()), shapes, options.to_dict(), inspect)
+    request = Request(product, str((parsed or model.path).resolve()), shapes, options.to_dict(), inspect)
     (folder / REQUEST).write_text(json.dumps(asdict(request)), encoding="utf-8")
     code, peak = _run_child(folder, observe)
     result = _result(folder, code, peak, forecast)

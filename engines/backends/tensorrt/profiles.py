@@ -104,7 +104,10 @@ def derive_profiles(
 ) -> tuple[Profile, ...]:
     """Profiles of one engine, most used first. Raises KilnError for a dimension whose sizes nobody gave."""
     symbols = {size for tensor in inputs for size in tensor.shape if isinstance(size, str)}
-    profiles = _plain_profiles(symbols, serving) if decoder is None else _decoder_profiles(decoder, serving)
+    if decoder is None:
+        profiles = _plain_profiles(symbols, serving)
+    else:
+        profiles = _linear_profiles(decoder, serving) if "step" in symbols else _decoder_profiles(decoder, serving)
     for unknown in sorted(set(serving.dims) - symbols):
         raise KilnError(
             f"--dim gives sizes to '{unknown}', which no input has; its inputs have "
@@ -137,6 +140,22 @@ def _decoder_profiles(decoder: DecoderSpec, serving: ServingShapes) -> tuple[Pro
     if context > step:
         one = Sizes(1, 1, 1)
         profiles.append(Profile("prompt", {"tokens": Sizes(step, context, context), "rows": one, "seqs": one, **fixed}))
+    return tuple(Profile(p.name, {**p.symbols, **serving.dims}) for p in profiles)
+
+
+def _linear_profiles(decoder: DecoderSpec, serving: ServingShapes) -> tuple[Profile, ...]:
+    """Of a graph by `linear_graph`: one token of many sequences, a piece of one prompt, or a long one's whole.
+
+    The first two take any step; the last is there where a context is longer than a step.
+    """
+    context, running, step = decoder.max_context, serving.max_running, min(serving.tokens_per_step, decoder.max_context)
+    one, many = Sizes(1, 1, 1), Sizes(1, running, running)
+    profiles = [
+        Profile("decode", {"seqs": many, "step": one, "rows": many}),
+        Profile("chunk", {"seqs": one, "step": Sizes(1, step, step), "rows": Sizes(1, 1, step)}),
+    ]
+    if context > step:
+        profiles.append(Profile("prompt", {"seqs": one, "step": Sizes(step, context, context), "rows": one}))
     return tuple(Profile(p.name, {**p.symbols, **serving.dims}) for p in profiles)
 
 
