@@ -136,12 +136,13 @@ def _verified_bundle(path: Path) -> EngineBundle:
         raise BundleError(
             f"{manifest_path} has SHA-256 {found}, but {IDENTITY} says {expected.strip()!r}; rebuild the bundle"
         )
-    manifest = _manifest_from_json(manifest_path, text)
+    manifest = manifest_from_json(manifest_path, text)
     _verify_files(path, manifest)
     return EngineBundle(path, manifest, found)
 
 
-def _manifest_from_json(path: Path, text: bytes) -> Manifest:
+def manifest_from_json(path: Path, text: bytes) -> Manifest:
+    """Raises BundleError, in which the manifest is called `path`."""
     try:
         document = json.loads(text)
         version = document.get("schema_version")

@@ -27,6 +27,7 @@ from pipeline.cli_bisect import bisect_command
 from pipeline.cli_calibrate import calibrate_command
 from pipeline.cli_capi import capi_group
 from pipeline.cli_compare import compare_command
+from pipeline.cli_deploy import deploy_group
 from pipeline.cli_doctor import doctor_command
 from pipeline.cli_export import export_repo_group
 from pipeline.cli_ledger import explain_command, ledger_group
@@ -189,6 +190,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
 kiln_group.add_command(run_bundle_command)
 kiln_group.add_command(optimize_command)
 kiln_group.add_command(compare_command)
+kiln_group.add_command(deploy_group)
 kiln_group.add_command(doctor_command)
 kiln_group.add_command(ablate_command)
 kiln_group.add_command(bench_command)

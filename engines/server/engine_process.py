@@ -100,6 +100,11 @@ class EngineProcess:
         return self._link is not None and not self._closed
 
     @property
+    def given_up(self) -> str | None:
+        """Why it is not started any more; None while it runs or will be started again."""
+        return self._away if self._supervising.done() and not self._closed else None
+
+    @property
     def pid(self) -> int | None:
         """Of the engine's process; None while there is none."""
         return None if self._link is None else self._link.pid

@@ -23,7 +23,7 @@ from pipeline.nightly.config import BuildOptions
 ELSEWHERE = "elsewhere"
 _LIBRARIES = ("onnxruntime", "onnxruntime-gpu", "tensorrt", "onnx", "onnx-graphsurgeon", "onnxscript", "torch")
 _LIBRARIES_OF_MODELS = ("transformers", "tokenizers", "numpy")
-_NOT_IN_ENGINES = ("pipeline/nightly", "pipeline/registry", "pipeline/load_test", "engines/server")
+_NOT_IN_ENGINES = ("pipeline/nightly", "pipeline/registry", "pipeline/load_test", "pipeline/deploy", "engines/server")
 _SOURCES = {".py", ".cc", ".cu", ".cuh", ".h", ".toml"}
 _NVIDIA = Path("/proc/driver/nvidia/version")
 

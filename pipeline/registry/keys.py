@@ -147,7 +147,11 @@ def signing_key_from_pem(path: Path) -> SigningKey:
 
 def trusted_keys_from_file(path: Path) -> TrustedKeys:
     """From a PEM file with one or several public keys, or a TOML file. Raises RegistryError naming the entry."""
-    data = _read(path, "list of trusted keys")
+    return trusted_keys_from_bytes(_read(path, "list of trusted keys"), path)
+
+
+def trusted_keys_from_bytes(data: bytes, path: Path) -> TrustedKeys:
+    """From the content of such a file, where `path` is what errors call it."""
     if b"-----BEGIN" in data:
         blocks = data.split(b"-----BEGIN")[1:]
         keys = [TrustedKey(path.name, _public_from_pem(b"-----BEGIN" + block, path)) for block in blocks]
