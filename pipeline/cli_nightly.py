@@ -3,6 +3,7 @@
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from pipeline.nightly.executor import LocalExecutor
 from pipeline.nightly.fingerprint import Machine, digest_of
 from pipeline.nightly.journal import AlreadyRunningError, Journal, only_run
 from pipeline.nightly.page import html_from_nightly
+from pipeline.nightly.ray_executor import RayExecutor
 from pipeline.nightly.report import NightlyReport, junit_from_report
 from pipeline.nightly.run import Nightly
 from pipeline.page import write_page
 from pipeline.progress import Progress
+from pipeline.ray_cluster import connected
 from pipeline.registry.keys import signing_key_from_pem, trusted_keys_from_file
 from pipeline.registry.registry import Registry
 from pipeline.registry.store import Store
@@ -42,6 +45,11 @@ def _options(command: Any) -> Any:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON document."),
         click.option("--verbose", is_flag=True, help="Show what child processes print."),
+        click.option(
+            "--ray",
+            "address",
+            help="Run each SKU's tasks on a node of this Ray cluster (HOST:6379, auto) with its label.",
+        ),
         click.option(
             "--reports", type=click.Path(path_type=Path), help="Folder of reports.  [default: WORK/reports/RUN]"
         ),
@@ -81,12 +89,17 @@ def verify_command(config: Path, **options: Any) -> None:
 
 
 def _perform(
-    path: Path, work: Callable[[Nightly], NightlyReport], reports: Path | None, verbose: bool, as_json: bool
+    path: Path,
+    work: Callable[[Nightly], NightlyReport],
+    reports: Path | None,
+    verbose: bool,
+    address: str | None,
+    as_json: bool,
 ) -> None:
     config, progress = config_from_toml(path), Progress(verbose=verbose)
     try:
-        with only_run(config.work):
-            nightly = nightly_from_config(config, progress)
+        with only_run(config.work), nullcontext() if address is None else connected(address):
+            nightly = nightly_from_config(config, progress, address is not None)
             report = work(nightly)
             folder = reports or config.work / "reports" / report.run
             report = write_reports(report, folder)
@@ -105,8 +118,8 @@ def _perform(
     raise click.exceptions.Exit(report.exit_code)
 
 
-def nightly_from_config(config: NightlyConfig, progress: Progress) -> Nightly:
-    """What a run needs. Raises KilnError for keys and URLs that are none."""
+def nightly_from_config(config: NightlyConfig, progress: Progress, on_ray: bool = False) -> Nightly:
+    """What a run needs; on Ray this process is connected to the cluster. Raises KilnError for wrong keys and URLs."""
     machine = Machine()
     owner = f"nightly-{socket.gethostname()}-{digest_of(str(config.work.resolve()))[:12]}"
     registry = Registry(
@@ -115,7 +128,12 @@ def nightly_from_config(config: NightlyConfig, progress: Progress) -> Nightly:
         signing_key_from_pem(config.key),
         owner,
     )
-    return Nightly(config, registry, LocalExecutor(), machine, Journal(config.work / JOURNAL), progress)
+    journal = Journal(config.work / JOURNAL)
+    if not on_ray:
+        return Nightly(config, registry, LocalExecutor(), machine, journal, progress)
+    skus = tuple(sku for _, sku in config.jobs)
+    executor = RayExecutor(config.registry, config.single_writer, skus, owner)
+    return Nightly(config, registry, executor, machine, journal, progress, machines=executor.machine)
 
 
 def write_reports(report: NightlyReport, folder: Path) -> NightlyReport:

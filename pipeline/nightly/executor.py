@@ -1,8 +1,8 @@
 """Where tasks run: each in a process of its own, with limits of time and memory.
 
-The seam for clusters: `Executor` is all that a run asks of one. A task is data; all files of Kiln's making that it
-reads or writes lie in its folder, under relative names, so that an executor may carry the folder to another machine and
-back. What else a task names (the model's source, samples, limits) must mean the same there.
+The seam for clusters (`ray_executor`): `Executor` is all that a run asks of one. A task is data; all files of Kiln's
+making that it reads or writes lie in its folder, under relative names, so that an executor may carry the folder to
+another machine and back. What else a task names (the model's source, samples, limits) must mean the same there.
 """
 
 import json

@@ -45,7 +45,10 @@ class StepFailedError(KilnError):
 
 @dataclass(frozen=True)
 class Nightly:
-    """What all jobs of a run share. `force` builds what has not changed, too."""
+    """What all jobs of a run share. `force` builds what has not changed, too; `machines` knows who runs a SKU's tasks.
+
+    Without `machines` it is `machine`, which is where the run itself is.
+    """
 
     config: NightlyConfig
     registry: Registry
@@ -54,6 +57,7 @@ class Nightly:
     journal: Journal
     progress: Progress
     force: bool = False
+    machines: Callable[[str], Machine] | None = None
 
     def rebuild(self) -> NightlyReport:
         """Every job of the configuration."""
@@ -118,7 +122,7 @@ class Job:
     def _rebuild(self) -> JobReport:
         sku = resolve_sku(self.sku_name, self._config.sku_file)
         source = self._step("model", lambda: resolve_source(self._entry.source))
-        inputs = inputs_of(source.sha256, sku, self._entry.build, self._nightly.machine)
+        inputs = inputs_of(source.sha256, sku, self._entry.build, self._machine)
         release = None if self._nightly.force else self._published(inputs)
         if release is None:
             release = self._publish(self._build(source, sku, inputs), inputs)
@@ -148,7 +152,7 @@ class Job:
         path, key = self.folder / CANDIDATE, digest_of(inputs)
         done = self._journal.find(self._name, "build", key)
         if done is None or not _holds(path, done["bundle"]):
-            runs_here = self._nightly.machine.can_run(sku)
+            runs_here = self._machine.can_run(sku)
             recorded = self._gate_options("determinism") if runs_here else {"determinism": None}
             options = {**self._build_options, **recorded, "out": CANDIDATE, "threads": self._config.threads}
             outcome = self._run("build", options)
@@ -201,7 +205,7 @@ class Job:
     def _judged(self, release: Release, sku: Sku, fresh: bool) -> JobReport:
         self._version = release.version
         judged = self._registry.attestation(self.model, self.sku_name, release.version)
-        if judged is None and not self._nightly.machine.can_run(sku):
+        if judged is None and not self._machine.can_run(sku):
             self._cases.append(Case("gates", "skipped", f"this machine cannot execute {self.sku_name}"))
             text = "built, and waits for kiln nightly verify" if fresh else "waits for kiln nightly verify"
             return self._end("unverified", f"{text} on a machine of that type", release.version)
@@ -242,7 +246,7 @@ class Job:
             raise StepFailedError(broken)
         findings = {case.name: f"{case.status}: {case.text}" for case in cases}
         passed = all(case.status != "failed" for case in cases)
-        return self._registry.attest(release, passed, self._nightly.machine.description, findings)
+        return self._registry.attest(release, passed, self._machine.description, findings)
 
     def _stable(self, version: int) -> Release:
         release = self._registry.release(self.model, self.sku_name, version)
@@ -285,6 +289,12 @@ class Job:
         return {gate: chosen.model_dump(mode="json")}
 
     # Helpers
+
+    @property
+    def _machine(self) -> Machine:
+        """What runs its tasks."""
+        machines = self._nightly.machines
+        return self._nightly.machine if machines is None else self._step("node", lambda: machines(self.sku_name))
 
     @property
     def _name(self) -> str:

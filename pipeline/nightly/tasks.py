@@ -85,6 +85,22 @@ TASKS: Mapping[str, Callable[[Path, Mapping[str, Any]], dict[str, Any]]] = {
 }
 """By kind. A gate's result has `passed`, `text` for people and `figures`."""
 
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "build": (),
+    "accuracy": (CANDIDATE, STABLE),
+    "determinism": (CANDIDATE, STABLE, STABLE_OUTPUTS),
+    "speed": (CANDIDATE, STABLE),
+}
+"""What a task reads in its folder, by kind: files, or folders of files."""
+
+GIVES: Mapping[str, tuple[str, ...]] = {
+    "build": (CANDIDATE, OUTPUTS),
+    "accuracy": (GATE_PAGE,),
+    "determinism": (),
+    "speed": (),
+}
+"""What it leaves there for others."""
+
 
 def _progress() -> Progress:
     return Progress(Console(highlight=False, width=200))
