@@ -6,7 +6,7 @@ sampling; the caller guarantees that block tables and slots are valid and that o
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from engines.runtime.info import TensorInfo
 from plugins.paged_attention.schema import KvSpec
 
 Int32Array = NDArray[np.int32]
+
+MOST_IN_FLIGHT = 2
+"""Steps that may have been launched and not collected."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,29 @@ class StepInputs:
     past_seqlens: Int32Array  # [seqs]
     block_table: Int32Array  # [seqs, max_blocks]
     slot_mapping: Int32Array  # [tokens], -1 writes nothing
+
+
+@dataclass(frozen=True)
+class SamplingInputs:
+    """How each row of a step's logits is sampled; arrays [rows], C-contiguous. Field names are graph input names.
+
+    Their meaning is that of `kiln::Sample` (`plugins.sampling.schema`).
+    """
+
+    temperature: NDArray[np.float32]
+    top_k: Int32Array
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    seed: NDArray[np.int64]
+    sample_position: Int32Array
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a launched step gives, owned by the caller."""
+
+    tokens: Int32Array  # [rows]; -1 for a row without a finite best logit
+    logits: NDArray[np.float32] | None  # [rows, vocabulary], where they were asked for
 
 
 class DecoderBackend(Protocol):
@@ -48,6 +74,30 @@ class DecoderBackend(Protocol):
 
     def close(self) -> None:
         """Free session and caches. The backend is unusable afterwards; a second call does nothing."""
+        ...
+
+
+@runtime_checkable
+class LaunchingBackend(DecoderBackend, Protocol):
+    """Samples inside the step, and takes the next step before this one's tokens have reached the caller.
+
+    Steps and moves take effect in the order of the calls. At most `MOST_IN_FLIGHT` steps are launched and not
+    collected; `step` is called only when none is. A token of -1 is fed to the next step as some token or other.
+    """
+
+    def launch(self, inputs: StepInputs, sampling: SamplingInputs, feed: Int32Array, *, logits: bool) -> None:
+        """Queue a step and return; the arrays are the backend's from now on, and nobody changes them.
+
+        `feed` [tokens] says for each input id which row of the step launched before gives it; -1: it stands in
+        `input_ids`. With `logits`, `collect` gives them, too. Raises as `step`; the step is then not in flight.
+        """
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step in flight, which no longer is afterwards. Raises what it failed with.
+
+        Steps after one that failed go on; what they are fed from it is undefined.
+        """
         ...
 
 
