@@ -1,9 +1,10 @@
 """Random use of a bundle for a long time: does memory stay flat, do all blocks come home, has every request an outcome?
 
-    python scripts/soak.py BUNDLE [--minutes 30] [--over engine|http] [--seed N] [--kv-blocks N]
+    python scripts/soak.py BUNDLE [--minutes 30] [--over engine|http|device] [--seed N] [--kv-blocks N]
 
 Over `engine` the bundle is opened in this process, over `http` it is served by `kiln serve`; by default each takes half
-of the time. Prints what came of the requests, the growth of resident memory, and one JSON line. Exits with 1 when a
+of the time. Over `device` a bundle for a GPU is opened in this process again and again, and device memory is taken away
+from it now and then. Prints what came of the requests, how memory grew, and one JSON line. Exits with 1 when a
 request has no outcome or a wrong one, a block is not home, or memory grows surely by more than the limit.
 """
 
@@ -18,6 +19,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from soaking.device import MOST_GROWTH, soak_device_memory
 from soaking.in_process import EngineSoak
 from soaking.memory import Growth, MemoryWatch
 from soaking.outcomes import Outcomes
@@ -42,7 +44,8 @@ def soak_engine(bundle: Path, seconds: float, seed: int, kv_blocks: int | None) 
         growth = watch.stop()
         away = settled(lambda: soak.blocks_away)
         preemptions = soak.preemptions
-    return report("in this process", outcomes, growth, away, preemptions)
+    found = report("in this process", outcomes, growth_problems(growth), away, preemptions)
+    return found | {"growth": vars(growth)}
 
 
 def soak_http(bundle: Path, seconds: float, seed: int, kv_blocks: int | None) -> dict[str, object]:
@@ -60,7 +63,21 @@ def soak_http(bundle: Path, seconds: float, seed: int, kv_blocks: int | None) ->
         code = server.end()
     if code:
         outcomes.fault(f"kiln serve ended with code {code}; expected 0")
-    return report("over HTTP, the server's processes", outcomes, growth, away, preemptions)
+    found = report("over HTTP, the server's processes", outcomes, growth_problems(growth), away, preemptions)
+    return found | {"growth": vars(growth)}
+
+
+def soak_device(bundle: Path, seconds: float, seed: int, kv_blocks: int | None) -> dict[str, object]:
+    outcomes = Outcomes()
+    found = soak_device_memory(bundle, outcomes, seconds, seed, kv_blocks, settled)
+    problems = []
+    if found.growth > MOST_GROWTH:
+        problems.append(f"device memory grows by {found.growth:.1f} MiB, more than {MOST_GROWTH:g}")
+    if not found.shortages:
+        problems.append("no request failed for lack of device memory: none was forced")
+    for state, values in (("open", found.opened), ("closed", found.closed)):
+        print(f"device memory in use with the engine {state}, MiB: {', '.join(f'{value:.1f}' for value in values)}")
+    return report("on the device", outcomes, problems, found.away, found.preemptions) | {"device": vars(found)}
 
 
 def settled(away: Callable[[], int]) -> int:
@@ -71,43 +88,47 @@ def settled(away: Callable[[], int]) -> int:
     return left
 
 
-def report(title: str, outcomes: Outcomes, growth: Growth, away: int, preemptions: int) -> dict[str, object]:
-    print(f"\n{title}:")
-    print("\n".join(outcomes.lines()))
-    problems = [f"{count} times {text}" for text, count in outcomes.wrong.most_common(20)]
+def growth_problems(growth: Growth) -> list[str]:
+    print(f"resident memory without pages of files {growth}")
+    if growth.lowest > GROWTH_LIMIT and growth.last - growth.first > SETTLING:
+        return [f"memory grows by more than {GROWTH_LIMIT:g} MiB/hour"]
+    return []
+
+
+def report(title: str, outcomes: Outcomes, problems: list[str], away: int, preemptions: int) -> dict[str, object]:
+    problems += [f"{count} times {text}" for text, count in outcomes.wrong.most_common(20)]
     if outcomes.without_outcome:
         problems.append(f"{outcomes.without_outcome} requests have no outcome")
     if away:
         problems.append(f"{away} blocks are not home")
-    if growth.lowest > GROWTH_LIMIT and growth.last - growth.first > SETTLING:
-        problems.append(f"memory grows by more than {GROWTH_LIMIT:g} MiB/hour")
     if not preemptions:
         problems.append("nothing was preempted: give fewer --kv-blocks")
+    print(f"{title}:")
+    print("\n".join(outcomes.lines()))
     print(f"{outcomes.begun.total()} requests, {preemptions} preemptions, {away} blocks not home")
-    print(f"resident memory without pages of files {growth}")
     print("\n".join(problems) if problems else "all is well")
     return {
         "title": title,
         "requests": outcomes.begun.total(),
         "outcomes": {f"{kind} {outcome}": count for (kind, outcome), count in sorted(outcomes.ended.items())},
         "preemptions": preemptions,
-        "growth": vars(growth),
         "problems": problems,
     }
 
 
 SOAKS = {"engine": soak_engine, "http": soak_http}
+ON_REQUEST = {"device": soak_device}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--over", choices=SOAKS, help="only one of the two")
+    parser.add_argument("--over", choices=SOAKS | ON_REQUEST, help="only one of them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kv-blocks", type=int, help="by default too few for all requests that may run")
     arguments = parser.parse_args()
-    chosen = [SOAKS[arguments.over]] if arguments.over else list(SOAKS.values())
+    chosen = [(SOAKS | ON_REQUEST)[arguments.over]] if arguments.over else list(SOAKS.values())
     seconds = arguments.minutes * 60 / len(chosen)
     found = [soak(arguments.bundle, seconds, arguments.seed, arguments.kv_blocks) for soak in chosen]
     print(json.dumps(found))

@@ -20,15 +20,29 @@ OUTCOME_SECONDS = 300
 
 
 class EngineSoak:
-    """Uses an engine until `run` is told to end. `engine` is closed by the caller."""
+    """Uses an engine until `run` is told to end. `engine` is closed by the caller.
 
-    def __init__(self, bundle: Path, outcomes: Outcomes, seed: int, kv_blocks: int | None) -> None:
-        config = SchedulerConfig(RUNNING, 64, max_waiting=3 * RUNNING, headroom=0.0, speculate=3)
-        blocks = kv_blocks or tight_blocks(bundle)
+    `longest` bounds prompts, in tokens. While `shortages`, requests may fail for lack of memory.
+    """
+
+    def __init__(
+        self,
+        bundle: Path,
+        outcomes: Outcomes,
+        seed: int,
+        kv_blocks: int | None,
+        *,
+        tokens_per_step: int = 64,
+        speculate: int = 3,
+        longest: int = 200,
+    ) -> None:
+        config = SchedulerConfig(RUNNING, tokens_per_step, max_waiting=3 * RUNNING, headroom=0.0, speculate=speculate)
+        blocks = kv_blocks or tight_blocks(bundle, longest)
+        self.shortages = False
         self.engine = Engine.open(bundle, kv_blocks=blocks, swap_blocks=blocks // 2, config=config)
         self._outcomes = outcomes
         self._seed = seed
-        self._longest = min(self.engine.max_length - 1, 200)
+        self._longest = min(self.engine.max_length - 1, longest)
         self._shared = self._tokens(random.Random(seed), self._longest // 2)
         self._doing = {
             self._whole: 6,
@@ -107,7 +121,10 @@ class EngineSoak:
             try:
                 reason = stream.result(OUTCOME_SECONDS).finish_reason
             except (RequestError, TimeoutError) as error:
-                self._outcomes.end(kind, repr(error), expected=False)
+                if self.shortages and "memory" in str(error.__cause__):
+                    self._outcomes.end(kind, "no memory")
+                else:
+                    self._outcomes.end(kind, repr(error), expected=False)
             else:
                 self._outcomes.end(kind, reason, reason in expected)
 
@@ -181,11 +198,11 @@ class EngineSoak:
                 stream.cancel()
 
 
-def tight_blocks(bundle: Path) -> int:
-    """Blocks for three of the longest requests, where eight may run."""
+def tight_blocks(bundle: Path, longest: int = 200) -> int:
+    """Blocks for three requests of the longest prompts, where eight may run."""
     from engines.bundle import open_bundle
 
     decoder = open_bundle(bundle).manifest.decoder
     if decoder is None:
         raise SystemExit(f"{bundle} is no decoder; expected a bundle of a language model")
-    return 3 * (260 // decoder.kv.block_size + 1)
+    return 3 * ((longest + 60) // decoder.kv.block_size + 1)

@@ -1,0 +1,150 @@
+"""The GPU engine, measured: kernels, steps, first tokens and a trace, each against what this device could do at best.
+
+    python scripts/bench_gpu.py [--bundle BUNDLE] [--precision bf16] [--sku h200]
+
+Builds a bundle of the shape of Llama 3 8B on random weights with Kiln's own build, unless BUNDLE is there already, and
+uses it through `Engine` as a service would. Takes about three minutes on an H200. Prints one table and one JSON line,
+and exits with 1 when a target is missed. Needs torch with CUDA beside ONNX Runtime's CUDA build.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpu_bench.device_step import decode_inputs, device_step, prompt_inputs
+from gpu_bench.figures import GOALS, Figure, table
+from gpu_bench.kernels import kernel_table, kernels_of
+from gpu_bench.limits import DeviceLimits, attention_figures, measure_device
+from gpu_bench.llama8b import Shape, random_bundle
+from gpu_bench.serving import (
+    MIXED,
+    SCHEDULING,
+    decode_step,
+    first_token,
+    first_token_floor,
+    serve_trace,
+    step_floor,
+    trace_floor,
+    trace_totals,
+)
+
+from engines.backends.base import DecoderBackend
+from engines.bundle import EngineBundle, open_bundle
+from engines.runtime.engine import Engine
+from pipeline.config import BuildConfig
+from pipeline.floors import DecoderWork, decoder_work_from_graph
+from pipeline.load_test.trace import Workload
+from pipeline.progress import Progress
+
+KV_BLOCKS = 24_576
+"""For 393,216 tokens, more than any experiment has: 48 GiB."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Batches of decode steps after prompts of `prompt` tokens, prompts of first tokens, requests of the trace."""
+
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128)
+    prompt: int = 512
+    prompts: tuple[int, ...] = (512, 4096)
+    requests: int = 256
+
+
+def engine_figures(
+    engine: Engine, work: DecoderWork, limits: DeviceLimits, sizes: Sizes, mixed: Workload, seed: int
+) -> Iterator[Figure]:
+    """Everything that goes through the engine, which must be idle."""
+    serve_trace(engine, mixed.draw(min(16, sizes.requests), seed + 1))  # warms up
+    for batch in sizes.batches:
+        taken, least = decode_step(engine, batch, sizes.prompt), step_floor(work, limits, batch, sizes.prompt)
+        yield Figure(f"decode step, batch {batch}", taken * 1e3, "ms", least * 1e3)
+    device = device_step(engine.backend, batch, sizes.prompt)
+    yield Figure(f"device alone, batch {batch}", device * 1e3, "ms", least * 1e3)
+    yield Figure(f"host, batch {batch}", max(0.0, taken - device) * 1e3, "ms")
+    for prompt in sizes.prompts:
+        taken, least = first_token(engine, prompt), first_token_floor(work, limits, prompt)
+        yield Figure(f"first token, prompt of {prompt}", taken * 1e3, "ms", least * 1e3)
+    trace = mixed.draw(sizes.requests, seed)
+    prompts, outputs = trace_totals(trace)
+    taken, least = serve_trace(engine, trace), trace_floor(work, limits, trace)
+    yield Figure(f"{sizes.requests} requests", outputs / taken, "tokens/s", outputs / least, is_rate=True)
+    yield Figure(f"{sizes.requests} requests, with prompts", (prompts + outputs) / taken, "tokens/s", is_rate=True)
+
+
+def bundle_for(arguments: argparse.Namespace, folder: Path, progress: Progress) -> EngineBundle:
+    path = arguments.bundle or folder / "llama-8b-shape"
+    if path.exists():
+        return open_bundle(path)
+    config = BuildConfig(out=path, precision=arguments.precision, verify_passes=False)
+    return random_bundle(Shape(), arguments.sku, config, progress)
+
+
+def measure(bundle: EngineBundle, seed: int, kernels: bool, progress: Progress) -> Iterator[Figure]:
+    """Every figure as it is found; afterwards with `kernels`, prints where the time of some steps goes."""
+    decoder = bundle.manifest.decoder
+    if decoder is None:
+        raise SystemExit(f"{bundle.path} is no decoder; expected a bundle of a language model")
+    with progress.stage("the device's limits"):
+        limits = measure_device()
+    yield Figure("copy", limits.bandwidth / 1e12, "TB/s")
+    yield Figure("product", limits.product_rate / 1e12, "TFLOP/s")
+    with progress.stage("attention kernels"):
+        attention = attention_figures(cuda_plugin(bundle), limits, decoder.kv.block_size)
+    yield from attention
+    work = decoder_work_from_graph(bundle.engine_path, decoder)
+    with progress.stage("open the engine"):
+        engine = Engine.open(bundle.path, kv_blocks=KV_BLOCKS, config=SCHEDULING)
+    with engine:
+        yield from engine_figures(engine, work, limits, Sizes(), MIXED, seed)
+        if kernels:
+            print_kernels(engine.backend, Sizes())
+
+
+def print_kernels(backend: DecoderBackend, sizes: Sizes) -> None:
+    for batch in (sizes.batches[0], sizes.batches[-1]):
+        step = decode_inputs(backend, batch, sizes.prompt)
+        print(kernel_table(f"decode step, batch {batch}", *kernels_of(lambda step=step: backend.step(step), 10)))
+    for prompt in sizes.prompts:
+        whole = prompt_inputs(backend, prompt)
+        print(kernel_table(f"prompt of {prompt}", *kernels_of(lambda whole=whole: backend.step(whole), 3)))
+
+
+def cuda_plugin(bundle: EngineBundle) -> Path:
+    found = [path for path in bundle.plugin_paths if "cuda" in path.name]
+    if not found:
+        names = ", ".join(path.name for path in bundle.plugin_paths)
+        raise SystemExit(f"{bundle.path} has the plug-ins {names or 'none'}; expected one for CUDA")
+    return found[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundle", type=Path, help="built there if nothing is; by default built and thrown away")
+    parser.add_argument("--precision", default="bf16", help="of the bundle that is built")
+    parser.add_argument("--sku", default="h200", help="that it is built for")
+    parser.add_argument("--kernels", action="store_true", help="also print what the time of steps goes to")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    progress = Progress()
+    with tempfile.TemporaryDirectory(prefix="kiln-bench-") as folder:
+        bundle = bundle_for(arguments, Path(folder), progress)
+        figures = []
+        for figure in measure(bundle, arguments.seed, arguments.kernels, progress):
+            progress.note(figure.sentence())
+            figures.append(figure)
+    print(table(figures))
+    measured = {figure.name: figure.to_json() for figure in figures}
+    missed = [*(figure.name for figure in figures if figure.missed), *(name for name in GOALS if name not in measured)]
+    print(f"missed: {', '.join(missed)}" if missed else "all targets are met")
+    print(json.dumps({"sku": arguments.sku, "precision": bundle.manifest.precision, "missed": missed, **measured}))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

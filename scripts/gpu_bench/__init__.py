@@ -1,0 +1,1 @@
+"""What scripts/bench_gpu.py is made of: a large model on random weights, measurements, and the table."""

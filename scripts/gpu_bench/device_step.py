@@ -1,0 +1,49 @@
+"""What the device takes for a decode step when the host is always ahead of it."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from engines.backends.base import DecoderBackend, StepInputs
+from pipeline.packed import step_of_chunk
+
+STEPS, WARM_UP = 64, 8
+
+
+def device_step(backend: DecoderBackend, batch: int, context: int) -> float:
+    """Seconds of a decode step of `batch` sequences that hold `context` tokens.
+
+    No request may run on the backend meanwhile.
+    """
+    inputs = decode_inputs(backend, batch, context)
+    for _ in range(WARM_UP):
+        backend.step(inputs)
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        backend.step(inputs)
+    return (time.perf_counter() - start) / STEPS
+
+
+def decode_inputs(backend: DecoderBackend, batch: int, context: int) -> StepInputs:
+    """A step of `batch` sequences that hold `context` tokens each, in blocks from all over the cache."""
+    generator, size = np.random.default_rng(batch), backend.kv.block_size
+    width = context // size + 1
+    table = generator.permutation(backend.num_blocks)[: batch * width].reshape(batch, width).astype(np.int32)
+    every = np.arange(batch + 1, dtype=np.int32)
+    past = np.full(batch, context, np.int32)
+    return StepInputs(
+        input_ids=every[:-1],
+        position_ids=past,
+        logits_indices=every[:-1],
+        cumulative_sequence_length=every,
+        past_seqlens=past,
+        block_table=table,
+        slot_mapping=table[:, context // size] * np.int32(size) + np.int32(context % size),
+    )
+
+
+def prompt_inputs(backend: DecoderBackend, tokens: int) -> StepInputs:
+    """A whole prompt in one step, with logits for its last token."""
+    whole = step_of_chunk(np.arange(tokens, dtype=np.int32), 0, tokens, backend.kv.block_size)
+    return replace(whole, logits_indices=whole.logits_indices[-1:])

@@ -1,0 +1,111 @@
+"""A bundle of the shape of Llama 3 8B on random weights, made by Kiln's own build within a minute.
+
+`build-engine` gets a model of three layers, and `gpu_bench.deepen` repeats the last of them up to 32. What the engine
+reads in a step is as much as with 32 different layers; the file holds three.
+"""
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engines.bundle import EngineBundle, file_records, write_bundle
+from engines.manifest import Manifest, TensorRecord
+from gpu_bench.deepen import FEWEST, deepen
+from passes.manager import link_or_copy
+from passes.onnx_model import load_structure, onnx_model_from_path
+from pipeline.build import build
+from pipeline.config import BuildConfig
+from pipeline.progress import Progress
+
+_DRAWN = (1 << 22) + 1
+"""Values drawn for a weight, which repeats them: all would take a minute. Odd, so that no two rows are alike."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a Llama; Llama 3 8B's by default."""
+
+    hidden: int = 4096
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 8
+    intermediate: int = 14336
+    vocabulary: int = 128256
+    context: int = 8192
+
+
+def random_bundle(shape: Shape, sku: str, config: BuildConfig, progress: Progress) -> EngineBundle:
+    """Build it for a machine type into `config.out`. Raises KilnError as the build does."""
+    assert config.out is not None
+    with tempfile.TemporaryDirectory(prefix="kiln-bench-", dir=config.out.parent) as folder:
+        model, shallow = Path(folder) / "model", Path(folder) / "bundle"
+        with progress.stage("draw random weights"):
+            save_model(shape, model)
+        built = build(str(model), [sku], replace(config, out=shallow), progress)[0].bundle
+        with progress.stage(f"repeat layers up to {shape.layers}"):
+            return deepened(built, config.out, shape.layers)
+
+
+def save_model(shape: Shape, folder: Path) -> None:
+    """A Hugging Face folder of three layers, its weights in bfloat16: normal, and the same again every few million."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    config = transformers.LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=shape.hidden,
+        num_hidden_layers=FEWEST,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.context,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        parameters = dict(transformers.LlamaForCausalLM(config).named_parameters())
+    generator = torch.Generator().manual_seed(0)
+
+    def weight(size: torch.Size) -> torch.Tensor:
+        if len(size) == 1:
+            return torch.ones(size, dtype=torch.bfloat16)  # a norm's
+        block = torch.randn(min(size.numel(), _DRAWN), generator=generator).mul_(config.initializer_range).bfloat16()
+        return block.repeat(-(-size.numel() // len(block)))[: size.numel()].view(size)
+
+    weights = {name: weight(parameter.shape) for name, parameter in parameters.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def deepened(shallow: EngineBundle, path: Path, layers: int) -> EngineBundle:
+    """Another bundle of an engine, with more layers."""
+
+    def fill(folder: Path) -> Manifest:
+        import onnx
+
+        old = shallow.manifest
+        for name in old.files:
+            if name != old.engine:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(shallow.path / name, folder / name)
+        graph = load_structure(shallow.engine_path)
+        assert old.decoder is not None
+        decoder = deepen(graph, old.decoder, layers)
+        onnx.save(graph, folder / old.engine)
+        made = onnx_model_from_path(folder / old.engine)
+        changes = {
+            "decoder": decoder,
+            "inputs": tuple(TensorRecord(name=t.name, dtype=t.dtype, shape=t.shape) for t in made.inputs),
+            "outputs": tuple(TensorRecord(name=t.name, dtype=t.dtype, shape=t.shape) for t in made.outputs),
+            "model": old.model.model_copy(update={"parameters": made.parameters}),
+            "checks": (),
+            "memory": None,
+            "files": file_records(folder),
+        }
+        return old.model_copy(update=changes)
+
+    return write_bundle(path, fill)

@@ -1,0 +1,151 @@
+"""The GPU benchmark's parts that need no GPU: repeated layers, trace, floors and verdicts, and measuring an engine."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from bench_gpu import Sizes, engine_figures
+from gpu_bench.deepen import deepen
+from gpu_bench.figures import Figure, table
+from gpu_bench.limits import DeviceLimits
+from gpu_bench.llama8b import Shape, random_bundle, save_model
+from gpu_bench.serving import MIXED, first_token_floor, step_floor, trace_floor, trace_totals
+
+from engines.bundle import EngineBundle, open_bundle
+from engines.runtime.engine import Engine
+from engines.runtime.scheduler import SchedulerConfig
+from passes.onnx_model import load_structure
+from pipeline.config import BuildConfig
+from pipeline.floors import DecoderWork, decoder_work_from_graph
+from pipeline.load_test.trace import Lengths, TraceRequest, Workload
+from pipeline.packed import packed_logits
+from pipeline.progress import Progress
+from plugins.errors import KilnError
+
+torch = pytest.importorskip("torch")
+
+SHAPE = Shape(hidden=64, layers=6, heads=4, kv_heads=2, intermediate=96, vocabulary=128, context=256)
+LIMITS = DeviceLimits(bandwidth=4e12, product_rate=8e14)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> EngineBundle:
+    path = tmp_path_factory.mktemp("bench") / "bundle"
+    return random_bundle(SHAPE, "cpu", BuildConfig(out=path, verify_passes=False), Progress())
+
+
+@pytest.fixture(scope="module")
+def work(bundle: EngineBundle) -> DecoderWork:
+    return decoder_work_from_graph(bundle.engine_path, bundle.manifest.decoder)
+
+
+def test_repeated_layers_compute_what_torch_does_with_the_same_weights(bundle, tmp_path):
+    """Up to its attention a repeated layer is the last one; behind it, the one before the last."""
+    import transformers
+
+    save_model(SHAPE, tmp_path)
+    shallow = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    deep = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig.from_pretrained(tmp_path, num_hidden_layers=SHAPE.layers, dtype="float32")
+    ).eval()
+    known, weights = shallow.state_dict(), deep.state_dict()
+    ahead = ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    for name in weights:
+        path = name.split(".", 3)  # model.layers.NUMBER.rest
+        if path[:2] == ["model", "layers"]:
+            sources = (0, 1, 2, 2, 2, 2) if path[3].startswith(ahead) else (0, 1, 1, 1, 1, 2)
+            path[2] = str(sources[int(path[2])])
+        weights[name] = known[".".join(path)]
+    deep.load_state_dict(weights)
+    decoder = open_bundle(bundle.path).manifest.decoder
+    assert decoder is not None
+    assert len(decoder.kv.layers) == SHAPE.layers
+    text = np.random.default_rng(0).integers(0, SHAPE.vocabulary, 40)
+    found = packed_logits(bundle.engine_path, decoder, bundle.plugin_paths, [text], [[30], [1], [9]])[0]
+    with torch.inference_mode():
+        expected = deep(torch.from_numpy(text)[None]).logits[0].numpy()
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_every_repeated_layer_has_weights_of_its_own_to_read(bundle, work):
+    hidden, inner = SHAPE.hidden, SHAPE.intermediate
+    assert work.body_parameters == SHAPE.layers * hidden * (3 * hidden + 3 * inner)
+    assert work.head_parameters == SHAPE.vocabulary * hidden
+    read = 4 * (work.body_parameters + work.head_parameters)
+    assert read <= work.weight_bytes <= 1.01 * read
+    assert bundle.manifest.files["engine.onnx.data"].bytes < read
+
+
+def test_a_graph_whose_layers_differ_is_refused(bundle):
+    graph = load_structure(bundle.engine_path)
+    attention = [node for node in graph.graph.node if node.op_type == "PagedAttention"][-1]
+    next(attribute for attribute in attention.attribute if attribute.name == "num_heads").i = 2
+    with pytest.raises(KilnError, match=r"last layers of the graph differ: .*PagedAttention"):
+        deepen(graph, bundle.manifest.decoder, 8)
+
+
+def test_fewer_layers_than_there_are_is_refused(bundle):
+    with pytest.raises(KilnError, match="has 6 layers with 6 attentions and is to have 5; expected"):
+        deepen(load_structure(bundle.engine_path), bundle.manifest.decoder, 5)
+
+
+def test_the_trace_is_the_one_that_vllm_answered_within_three_percent():
+    trace = MIXED.draw(256, 0)
+    prompts, outputs = trace_totals(trace)
+    assert prompts == pytest.approx(213_522, rel=0.03)
+    assert outputs == pytest.approx(50_787, rel=0.03)
+    assert min(asked.prompt_tokens for asked in trace) == 200
+    assert max(asked.output_tokens for asked in trace) == 512
+
+
+def test_floors_are_the_slower_of_products_and_reading(work):
+    one = replace(LIMITS, product_rate=1e30)
+    assert step_floor(work, one, 8, 100) == work.decode_bytes(8, 100) / 4e12
+    assert step_floor(work, replace(LIMITS, bandwidth=1e30), 8, 100) == work.decode_operations(8, 100) / 8e14
+    assert first_token_floor(work, one, 100) == work.weight_bytes / 4e12
+
+
+def test_a_trace_costs_what_its_prompts_and_steps_cost_together(work):
+    """One request: its prompt, and a step for each further token, with contexts that grow by one."""
+    trace = (TraceRequest(prompt_tokens=100, output_tokens=4),)
+    products = work.prefill_operations(100) + sum(work.decode_operations(1, 100 + i) for i in (1, 2, 3))
+    assert trace_floor(work, replace(LIMITS, bandwidth=1e30), trace) == pytest.approx(products / 8e14, rel=1e-3)
+    reading = 4 * work.weight_bytes + sum(work.decode_bytes(1, 100 + i) - work.weight_bytes for i in (1, 2, 3))
+    assert trace_floor(work, replace(LIMITS, product_rate=1e30), trace) == pytest.approx(reading / 4e12, rel=1e-2)
+
+
+def test_an_engine_is_measured_and_idle_afterwards(bundle, work):
+    mixed = Workload(Lengths(20, 0.5, 5, 60), Lengths(5, 0.5, 2, 10))
+    config = SchedulerConfig(max_running=8, tokens_per_step=64, step_stretch=None, share_prefixes=False)
+    with Engine.open(bundle.path, config=config) as engine:
+        figures = {
+            figure.name: figure
+            for figure in engine_figures(engine, work, LIMITS, Sizes((1, 3), 20, (10,), 12), mixed, 0)
+        }
+        assert engine.free_blocks == engine.info.num_blocks
+    assert list(figures) == [
+        *("decode step, batch 1", "decode step, batch 3", "device alone, batch 3", "host, batch 3"),
+        *("first token, prompt of 10", "12 requests", "12 requests, with prompts"),
+    ]
+    assert all(figure.value > 0 for name, figure in figures.items() if not name.startswith("host"))
+    assert all(figure.over(figure.best) > 1 for figure in figures.values() if figure.best)
+
+
+def test_what_misses_its_target_is_said():
+    slow, fast = Figure("decode step, batch 8", 5.0, "ms", 4.0), Figure("decode step, batch 8", 4.8, "ms", 4.0)
+    assert slow.missed
+    assert not fast.missed
+    assert slow.to_json() == {
+        **{"value": 5.0, "unit": "ms", "best": 4.0, "over_best": 1.25, "target": 4.9, "missed": True},
+        **{"vllm": 5.05, "over_vllm": 5.0 / 5.05},
+    }
+    rate = Figure("256 requests", 5000, "tokens/s", 10_000, is_rate=True)
+    assert rate.missed
+    assert rate.over(rate.best) == 2
+    assert not Figure("copy", 4.1, "TB/s").missed
+    lines = table([slow, rate, Figure("copy", 4.1, "TB/s")]).splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["decode", "step,", "batch", "8", "5", "ms", "4", "1.25", "4.9", "missed", "5.05", "0.99"],
+        ["256", "requests", "5,000", "tokens/s", "10,000", "2.00", "5,300", "missed", "5,264", "1.05"],
+        ["copy", "4.1", "TB/s"],
+    ]
