@@ -148,7 +148,7 @@ class _Linear:
 
     def attention(self, layer: int, node: gs.Node) -> list[tuple[gs.Variable, gs.Variable]]:
         """The nodes in place of one; gives its caches, before and after."""
-        geometry = self.decoder.kv.layers[layer]
+        geometry, dtype = self.decoder.kv.layers[layer], np.dtype(node.inputs[0].dtype)
         heads = _Heads(node.attrs["num_heads"], geometry.kv_heads, geometry.head_dim, self.decoder.max_context)
         query, key, value = self.operands(node, heads)
         if node.attrs.get("do_rotary", 0):
@@ -167,7 +167,7 @@ class _Linear:
         output = node.outputs[0]
         node.outputs.clear()
         node.inputs.clear()
-        self.cast(flat, output, output.dtype)
+        self.cast(flat, output, dtype)
         return pairs
 
     def operands(self, node: gs.Node, heads: _Heads) -> tuple[gs.Variable, gs.Variable, gs.Variable]:
@@ -269,10 +269,9 @@ class _Linear:
     def node(self, op: str, inputs: list[gs.Tensor], outputs: list[gs.Variable], **attrs: object) -> None:
         self.nodes.append(gs.Node(op, f"{outputs[0].name}/{op}", attrs, inputs, outputs, ""))
 
-    def cast(self, tensor: gs.Tensor, target: gs.Variable, dtype: object) -> None:
-        """`target` of a type; a Cast that changes nothing is an Identity, which `tidy`'s passes drop."""
-        to = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-        self.node("Cast", [tensor], [target], to=to)
+    def cast(self, tensor: gs.Tensor, target: gs.Variable, dtype: "np.dtype") -> None:
+        """`target` of a type; what casts needlessly goes at the end (`remove_undone_casts`)."""
+        self.node("Cast", [tensor], [target], to=onnx.helper.np_dtype_to_tensor_dtype(dtype))
 
 
 def raise_opset(graph: gs.Graph) -> None:
