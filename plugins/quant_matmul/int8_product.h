@@ -17,8 +17,10 @@ constexpr int kTileRows = 4, kTilePanels = 4, kThinRows = 8;
 #else
 constexpr int kTileRows = 4, kTilePanels = 1, kThinRows = 4;
 #endif
-constexpr int64_t kAhead = 1024;      // bytes that a stream of weights is fetched ahead of its use
-constexpr int64_t kAheadInTile = 512;  // the same from the second cache
+// Bytes that weights are fetched ahead of their use: for few rows, for more (5 to 10 % at 16 rows), and from the
+// second cache.
+constexpr int64_t kAhead = 1024, kAheadOfMore = 2560, kAheadInTile = 512;
+constexpr int kFewRows = 4;
 
 struct Int8Rows {
   const int8_t* q;
@@ -42,7 +44,7 @@ struct Depth {
 template <int kBits, int kRows, int kPanels>
 static void multiply_block(const Int8Rows rows, const uint8_t* weights, const Depth depth, const Target target) {
   constexpr int kVecs = kPanels * kPanelVecs, kPerVector = 8 / kBits;
-  constexpr int64_t ahead = kPanels > 1 ? kAheadInTile : kAhead;
+  constexpr int64_t ahead = kPanels > 1 ? kAheadInTile : kRows > kFewRows ? kAheadOfMore : kAhead;
 #pragma GCC unroll 16  // the results' lines arrive while the sums are made: 10 % where they are not in the second cache
   for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
