@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpu_bench.device_step import decode_inputs, device_step, prompt_inputs
+from gpu_bench.device_step import decode_inputs, device_step, prompt_inputs, run_step
 from gpu_bench.figures import GOALS, Figure, table
 from gpu_bench.kernels import kernel_table, kernels_of
 from gpu_bench.limits import DeviceLimits, attention_figures, measure_device
@@ -34,7 +34,7 @@ from gpu_bench.serving import (
     trace_totals,
 )
 
-from engines.backends.base import DecoderBackend
+from engines.backends.base import DecoderBackend, LaunchingBackend
 from engines.bundle import EngineBundle, open_bundle
 from engines.runtime.engine import Engine
 from pipeline.config import BuildConfig
@@ -64,9 +64,10 @@ def engine_figures(
     for batch in sizes.batches:
         taken, least = decode_step(engine, batch, sizes.prompt), step_floor(work, limits, batch, sizes.prompt)
         yield Figure(f"decode step, batch {batch}", taken * 1e3, "ms", least * 1e3)
-    device = device_step(engine.backend, batch, sizes.prompt)
-    yield Figure(f"device alone, batch {batch}", device * 1e3, "ms", least * 1e3)
-    yield Figure(f"host, batch {batch}", max(0.0, taken - device) * 1e3, "ms")
+    if isinstance(engine.backend, LaunchingBackend):
+        device = device_step(engine.backend, batch, sizes.prompt)
+        yield Figure(f"device alone, batch {batch}", device * 1e3, "ms", least * 1e3)
+        yield Figure(f"host, batch {batch}", max(0.0, taken - device) * 1e3, "ms")
     for prompt in sizes.prompts:
         taken, least = first_token(engine, prompt), first_token_floor(work, limits, prompt)
         yield Figure(f"first token, prompt of {prompt}", taken * 1e3, "ms", least * 1e3)
@@ -109,10 +110,10 @@ def measure(bundle: EngineBundle, seed: int, kernels: bool, progress: Progress) 
 def print_kernels(backend: DecoderBackend, sizes: Sizes) -> None:
     for batch in (sizes.batches[0], sizes.batches[-1]):
         step = decode_inputs(backend, batch, sizes.prompt)
-        print(kernel_table(f"decode step, batch {batch}", *kernels_of(lambda step=step: backend.step(step), 10)))
+        print(kernel_table(f"decode step, batch {batch}", *kernels_of(lambda step=step: run_step(backend, step), 10)))
     for prompt in sizes.prompts:
         whole = prompt_inputs(backend, prompt)
-        print(kernel_table(f"prompt of {prompt}", *kernels_of(lambda whole=whole: backend.step(whole), 3)))
+        print(kernel_table(f"prompt of {prompt}", *kernels_of(lambda whole=whole: run_step(backend, whole), 3)))
 
 
 def cuda_plugin(bundle: EngineBundle) -> Path:

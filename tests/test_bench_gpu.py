@@ -124,10 +124,10 @@ def test_an_engine_is_measured_and_idle_afterwards(bundle, work):
         }
         assert engine.free_blocks == engine.info.num_blocks
     assert list(figures) == [
-        *("decode step, batch 1", "decode step, batch 3", "device alone, batch 3", "host, batch 3"),
-        *("first token, prompt of 10", "12 requests", "12 requests, with prompts"),
+        *("decode step, batch 1", "decode step, batch 3", "first token, prompt of 10"),
+        *("12 requests", "12 requests, with prompts"),
     ]
-    assert all(figure.value > 0 for name, figure in figures.items() if not name.startswith("host"))
+    assert all(figure.value > 0 for figure in figures.values())
     assert all(figure.over(figure.best) > 1 for figure in figures.values() if figure.best)
 
 

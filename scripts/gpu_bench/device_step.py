@@ -5,24 +5,50 @@ from dataclasses import replace
 
 import numpy as np
 
-from engines.backends.base import DecoderBackend, StepInputs
+from engines.backends.base import DecoderBackend, LaunchingBackend, SamplingInputs, StepInputs
 from pipeline.packed import step_of_chunk
 
 STEPS, WARM_UP = 64, 8
 
 
-def device_step(backend: DecoderBackend, batch: int, context: int) -> float:
-    """Seconds of a decode step of `batch` sequences that hold `context` tokens.
+def device_step(backend: LaunchingBackend, batch: int, context: int) -> float:
+    """Seconds of a decode step of `batch` sequences that hold `context` tokens; the next step always waits already.
 
     No request may run on the backend meanwhile.
     """
     inputs = decode_inputs(backend, batch, context)
-    for _ in range(WARM_UP):
+    sampling, feed = greedy(batch), np.arange(batch, dtype=np.int32)
+    backend.launch(inputs, sampling, np.full(batch, -1, np.int32), logits=False)
+    start = 0.0
+    for step in range(WARM_UP + STEPS):
+        backend.launch(inputs, sampling, feed, logits=False)
+        backend.collect()
+        if step == WARM_UP - 1:
+            start = time.perf_counter()
+    taken = time.perf_counter() - start
+    backend.collect()
+    return taken / STEPS
+
+
+def run_step(backend: DecoderBackend, inputs: StepInputs) -> None:
+    """One step by itself, from the arrays on the host to the tokens there."""
+    if isinstance(backend, LaunchingBackend):
+        feed = np.full(len(inputs.input_ids), -1, np.int32)
+        backend.launch(inputs, greedy(len(inputs.logits_indices)), feed, logits=False)
+        backend.collect()
+    else:
         backend.step(inputs)
-    start = time.perf_counter()
-    for _ in range(STEPS):
-        backend.step(inputs)
-    return (time.perf_counter() - start) / STEPS
+
+
+def greedy(rows: int) -> SamplingInputs:
+    return SamplingInputs(
+        temperature=np.zeros(rows, np.float32),
+        top_k=np.zeros(rows, np.int32),
+        top_p=np.ones(rows, np.float32),
+        min_p=np.zeros(rows, np.float32),
+        seed=np.zeros(rows, np.int64),
+        sample_position=np.zeros(rows, np.int32),
+    )
 
 
 def decode_inputs(backend: DecoderBackend, batch: int, context: int) -> StepInputs:
