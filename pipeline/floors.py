@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from passes.onnx_model import DecoderSpec, load_structure
-from pipeline.operator_work import product_operations
+from pipeline.operator_work import ITEMSIZE, product_operations
 from plugins.paged_attention.schema import INPUTS, LOGITS, OP_TYPE
 from plugins.quant_matmul.schema import INT8_MATMUL, WEIGHT_MATMUL
 
@@ -35,8 +35,6 @@ _COUNTED = {"MatMul", "Gemm", "Conv", "QLinearConv", "MultiHeadAttention"}
 _ROTATIONS = tuple(i for i, spec in enumerate(INPUTS) if spec.name in ("cos_cache", "sin_cache"))
 _ROW_TABLES = {"Gather": (0,), OP_TYPE: _ROTATIONS}
 """Operator to the inputs of which it reads a few rows only."""
-_ITEMSIZE = {"float": 4, "float16": 2, "bfloat16": 2, "double": 8, "int8": 1, "uint8": 1, "bool": 1, "int64": 8}
-"""ONNX Runtime's names in a profile; what is not here has 4 bytes."""
 _SAME_VALUES = {"Transpose", "Cast", "Identity", "Reshape"}
 
 
@@ -180,7 +178,7 @@ def _most_alive(path: Path, calls: list[dict[str, Any]]) -> float | None:
 def _output_sizes(call: Mapping[str, Any]) -> list[int]:
     """Bytes of each output of a profiled node."""
     return [
-        math.prod(shape) * _ITEMSIZE.get(kind, 4)
+        math.prod(shape) * ITEMSIZE.get(kind, 4)  # rarer types have 4, or are no tensors
         for entry in call["output_type_shape"]
         for kind, shape in entry.items()
     ]

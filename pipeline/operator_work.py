@@ -42,6 +42,11 @@ _INTEGER = {
 _VIEWS = {"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Identity"}
 """The output is the input's memory under another shape."""
 _ROW_TABLES = {"Gather", "GatherElements", "GatherND"}
+ITEMSIZE: Mapping[str, int] = {
+    **{"float": 4, "float16": 2, "bfloat16": 2, "double": 8},
+    **{"int8": 1, "uint8": 1, "int32": 4, "int64": 8, "bool": 1},
+}
+"""Bytes of an element by ONNX Runtime's names in a profile."""
 
 
 @dataclass(frozen=True)
@@ -136,17 +141,14 @@ def _attention_work(call: Mapping[str, Any], sequences: Sequence[SequenceStep], 
     """Two products over the pairs; keys and values are read once and the new ones written once."""
     inputs = [(kind, tuple(shape)) for entry in call["input_type_shape"] for kind, shape in entry.items()]
     output = _shapes(call, "output")[0]
-    row = sum(math.prod(shape[2:]) * _ITEMSIZE[kind] for kind, shape in inputs if len(shape) > 2)  # with INT8's scales
+    row = sum(math.prod(shape[2:]) * ITEMSIZE[kind] for kind, shape in inputs if len(shape) > 2)  # with INT8's scales
     pairs = sum(sequence.pairs(window) for sequence in sequences)
     touched = sum(sequence.reach(window) + sequence.new for sequence in sequences)
-    fresh = sum(math.prod(shape) * _ITEMSIZE[kind] for kind, shape in inputs if len(shape) == 2 and kind == "float")
+    fresh = sum(math.prod(shape) * ITEMSIZE[kind] for kind, shape in inputs if len(shape) == 2 and kind == "float")
     tables = int(call["parameter_size"])  # rotations: of each table one row a token
     fresh = max(fresh - tables, math.prod(output) * 4)
     operations = 4.0 * output[-1] * pairs
     return CallWork(operations, "fp32", output[0], 0, row * touched, fresh + math.prod(output) * 4)
-
-
-_ITEMSIZE = {"float": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "int32": 4, "int64": 8, "bool": 1}
 
 
 def _shapes(call: Mapping[str, Any], side: Literal["input", "output"]) -> list[Shape]:

@@ -1,4 +1,4 @@
-"""What the ledger holds: one entry for each build, comparison, benchmark or profile. Data only.
+"""What the ledger holds: one entry for each build, comparison, benchmark, ablation or nightly job. Data only.
 
 `facts` are what an entry's outcome may depend on, flat: model, switches, versions, machine. `figures` are what came
 out, one value for each repetition. `document` is the whole report, as its command prints it.
@@ -12,8 +12,11 @@ from typing import Any, Literal
 
 from engines.manifest import PassRecord
 
-Kind = Literal["build", "comparison", "benchmark", "ablation"]
-KINDS: tuple[Kind, ...] = ("build", "comparison", "benchmark", "ablation")
+Kind = Literal["build", "comparison", "benchmark", "ablation", "nightly"]
+TEXTS = ("kind", "created", "name", "subject", "path", "parent", "change")
+"""Fields of an entry that are kept and shown as they are."""
+OBJECTS = ("facts", "digests", "document")
+"""Fields that are JSON objects."""
 LIMIT_PREFIX = "limit/"
 """Of figures that are the machine's, not the bundle's."""
 _MOST_CHANGES = 4

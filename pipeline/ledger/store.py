@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from engines.manifest import PassRecord
-from pipeline.ledger.entry import Entry, FigureValues, Kind, change_sentence, changes, nearest
+from pipeline.ledger.entry import OBJECTS, TEXTS, Entry, FigureValues, Kind, change_sentence, changes, nearest
 from plugins.errors import KilnError
 
 VERSION = 1
@@ -110,17 +111,10 @@ class Ledger:
                 change = change_sentence(changes(parent.facts, entry.facts))
                 entry = replace(entry, parent=parent.number, change=change)
             columns = {
-                "kind": entry.kind,
-                "created": entry.created,
-                "name": entry.name,
-                "subject": entry.subject,
-                "path": entry.path,
-                "machine": entry.machine,
-                "parent": entry.parent,
-                "change": entry.change,
+                **{name: getattr(entry, name) for name in TEXTS},
+                **{name: json.dumps(dict(getattr(entry, name))) for name in OBJECTS},
                 "facts": _facts_text(entry.facts),
-                "digests": json.dumps(dict(entry.digests)),
-                "document": json.dumps(entry.document),
+                "machine": entry.machine,
             }
             cursor = self._connection.execute(
                 f"INSERT INTO entries ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})",
@@ -161,29 +155,17 @@ class Ledger:
         return found[0]
 
     def _select(self, where: str, values: Sequence[object], limit: int) -> list[Entry]:
+        names = ("number", *TEXTS, *OBJECTS)
         rows = self._connection.execute(
-            "SELECT kind, created, name, subject, path, facts, document, parent, change, number, digests "
-            f"FROM entries WHERE {where} ORDER BY number DESC LIMIT ?",
-            (*values, limit),
+            f"SELECT {', '.join(names)} FROM entries WHERE {where} ORDER BY number DESC LIMIT ?", (*values, limit)
         ).fetchall()
-        return [
-            Entry(
-                kind=row[0],
-                created=row[1],
-                name=row[2],
-                subject=row[3],
-                path=row[4],
-                facts=json.loads(row[5]),
-                document=json.loads(row[6]),
-                parent=row[7],
-                change=row[8],
-                number=row[9],
-                digests=json.loads(row[10]),
-                figures=self._figures(row[9]),
-                passes=self._passes(row[9]),
-            )
-            for row in rows
-        ]
+        return [self._entry(dict(zip(names, row, strict=True))) for row in rows]
+
+    def _entry(self, row: dict[str, Any]) -> Entry:
+        """From an entry's own row, with what the other tables have of it."""
+        number = row["number"]
+        objects = {name: json.loads(row[name]) for name in OBJECTS}
+        return Entry(**{**row, **objects}, figures=self._figures(number), passes=self._passes(number))
 
     def _figures(self, number: int) -> tuple[FigureValues, ...]:
         rows = self._connection.execute(

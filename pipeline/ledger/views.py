@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.drawing import INK, LIMIT, SIDE_A, SIDE_B, drawn
-from pipeline.ledger.entry import LIMIT_PREFIX, Entry, FigureValues, changes
+from pipeline.ledger.entry import LIMIT_PREFIX, OBJECTS, TEXTS, Entry, FigureValues, changes
 from pipeline.ledger.judging import Judgement, judge
 from pipeline.ledger.store import Ledger
 from pipeline.page import Page, PageTable, html_from_page
@@ -154,21 +154,13 @@ def entry_document(entry: Entry) -> dict[str, Any]:
     """An entry for JSON, with its whole document."""
     return {
         "entry": entry.number,
-        "kind": entry.kind,
-        "created": entry.created,
-        "name": entry.name,
-        "subject": entry.subject,
-        "path": entry.path,
+        **{name: getattr(entry, name) for name in TEXTS},
         "machine": entry.machine,
-        "parent": entry.parent,
-        "change": entry.change,
-        "facts": dict(entry.facts),
-        "digests": dict(entry.digests),
         "figures": {
             figure.name: {"unit": figure.unit, "values": figure.values, "higher_is_better": figure.higher_is_better}
             for figure in entry.figures
         },
-        "document": entry.document,
+        **{name: dict(getattr(entry, name)) for name in OBJECTS},
     }
 
 
