@@ -12,6 +12,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.ledger.nightly import entries_from_nightly
+from pipeline.ledger.recording import ledger_options, record
 from pipeline.nightly.config import NightlyConfig, config_from_toml
 from pipeline.nightly.executor import LocalExecutor
 from pipeline.nightly.fingerprint import Machine, digest_of
@@ -55,7 +57,7 @@ def _options(command: Any) -> Any:
         ),
     ):
         command = option(command)
-    return click.argument("config", type=click.Path(path_type=Path))(command)
+    return click.argument("config", type=click.Path(path_type=Path))(ledger_options(command))
 
 
 @click.group("nightly", cls=_RunByDefault, context_settings={"help_option_names": ["-h", "--help"]})
@@ -95,6 +97,8 @@ def _perform(
     verbose: bool,
     address: str | None,
     as_json: bool,
+    ledger: Path,
+    no_ledger: bool,
 ) -> None:
     config, progress = config_from_toml(path), Progress(verbose=verbose)
     try:
@@ -108,6 +112,8 @@ def _perform(
         click.echo(f"error: {error}", err=True)
         raise click.exceptions.Exit(BUSY) from error
     progress.note(f"reports in {folder}")
+    for entry in () if no_ledger else entries_from_nightly(report):
+        record(ledger, lambda entry=entry: entry, progress)
     if as_json:
         click.echo(report.to_json())
     else:

@@ -65,8 +65,10 @@ def judge_accuracy(
     )
     report = run_gate(reference, candidate, data, limits, config, progress)
     write_html(report, page)
-    figures = {f"{check.check.title}, {check.stratum}": check.check.value for check in report.checks if check.judged}
-    return {"passed": report.passed, "text": report.sentence(), "figures": _finite(figures)}
+    checks = {f"{check.check.title}, {check.stratum}": check.check for check in report.checks if check.judged}
+    figures = _finite({name: check.value for name, check in checks.items()})
+    higher = [name for name, check in checks.items() if check.direction == "at least"]
+    return {"passed": report.passed, "text": report.sentence(), "figures": figures, "higher": higher}
 
 
 def schemes_of(manifest: Manifest) -> tuple[str, ...]:

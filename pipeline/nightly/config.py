@@ -44,7 +44,8 @@ class _Part(BaseModel):
 class BuildOptions(_Part):
     """How a model is built: `build-engine`'s options of the same names."""
 
-    kv_dtype: CacheDtype = "float32"
+    kv_dtype: CacheDtype | None = None
+    """None is what `build-engine` takes without the option."""
     block_size: int = 16
     max_context: int | None = None
     io_layout: Literal["nchw", "nhwc"] = "nchw"
@@ -57,8 +58,9 @@ class BuildOptions(_Part):
 
     def config(self, out: Path, sku_file: Path | None) -> BuildConfig:
         """Raises KilnError for values that no build takes."""
+        given = {} if self.kv_dtype is None else {"kv_dtype": self.kv_dtype}
         return BuildConfig(
-            kv_dtype=self.kv_dtype,
+            **given,
             block_size=self.block_size,
             max_context=self.max_context,
             io_layout=self.io_layout,

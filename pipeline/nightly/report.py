@@ -6,7 +6,7 @@ what could not be done is an error.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 from xml.etree import ElementTree
@@ -26,6 +26,8 @@ class Case:
     text: str = ""
     seconds: float = 0.0
     figures: Mapping[str, float | str] = field(default_factory=dict)
+    higher: Sequence[str] = ()
+    """Figures of which more is better; of the others, less is."""
     peak: float | None = None
     """Bytes of resident memory of its process."""
 
@@ -40,6 +42,10 @@ class JobReport:
     text: str
     version: int | None = None
     stable: int | None = None
+    bundle: str = ""
+    """Identity of the version's bundle, "" where there is none."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """What it was made from, by name."""
     cases: tuple[Case, ...] = ()
     changes: Mapping[str, str] = field(default_factory=dict)
     attachments: Mapping[str, str] = field(default_factory=dict)

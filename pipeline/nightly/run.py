@@ -97,7 +97,7 @@ class Job:
         self.folder = nightly.config.work / "jobs" / f"{model}-{sku}"
         self._cases: list[Case] = []
         self._changes: dict[str, str] = {}
-        self._version: int | None = None
+        self._release: Release | None = None
 
     def rebuild(self) -> JobReport:
         """Build what changed and see how far it gets."""
@@ -112,10 +112,10 @@ class Job:
             report = work()
         except StepFailedError as failed:
             self._cases.append(failed.case)
-            report = self._end("failed", f"{failed.case.name}: {failed.case.text}", self._version)
+            report = self._end("failed", f"{failed.case.name}: {failed.case.text}")
         except KilnError as error:
             self._cases.append(Case("registry", "error", str(error)))
-            report = self._end("failed", str(error), self._version)
+            report = self._end("failed", str(error))
         self._say(f"{report.status}: {report.text}")
         return report
 
@@ -203,12 +203,12 @@ class Job:
     # From candidate to canary
 
     def _judged(self, release: Release, sku: Sku, fresh: bool) -> JobReport:
-        self._version = release.version
+        self._release = release
         judged = self._registry.attestation(self.model, self.sku_name, release.version)
         if judged is None and not self._machine.can_run(sku):
             self._cases.append(Case("gates", "skipped", f"this machine cannot execute {self.sku_name}"))
             text = "built, and waits for kiln nightly verify" if fresh else "waits for kiln nightly verify"
-            return self._end("unverified", f"{text} on a machine of that type", release.version)
+            return self._end("unverified", f"{text} on a machine of that type")
         stable = self._step("verify stable", lambda: self._registry.channel(self.model, self.sku_name, "stable"))
         if judged is None:
             fresh = True
@@ -217,10 +217,10 @@ class Job:
             self._cases.append(Case("gates", "passed" if judged.passed else "failed", _findings(judged)))
         if not judged.passed:
             again = "" if fresh else "nothing changed since; "
-            return self._end("held back", again + _findings(judged), release.version, stable)
+            return self._end("held back", again + _findings(judged), stable)
         if not self._promote(release) and not fresh:
-            return self._end("unchanged", "it was made from the same inputs", release.version, stable)
-        return self._end("promoted", "canary has it", release.version, stable)
+            return self._end("unchanged", "it was made from the same inputs", stable)
+        return self._end("promoted", "canary has it", stable)
 
     def _promote(self, release: Release) -> bool:
         """Whether canary moved."""
@@ -322,9 +322,7 @@ class Job:
     def _say(self, text: str) -> None:
         self._nightly.progress.note(f"{self.model} {self.sku_name}: {text}")
 
-    def _end(
-        self, status: JobStatus, text: str, version: int | None = None, stable: ChannelEntry | None = None
-    ) -> JobReport:
+    def _end(self, status: JobStatus, text: str, stable: ChannelEntry | None = None) -> JobReport:
         page = self.folder / GATE_PAGE
         judged = any(case.name == "accuracy" and case.status in ("passed", "failed") for case in self._cases)
         return JobReport(
@@ -332,8 +330,10 @@ class Job:
             sku=self.sku_name,
             status=status,
             text=text,
-            version=version,
+            version=None if self._release is None else self._release.version,
             stable=None if stable is None else stable.version,
+            bundle="" if self._release is None else self._release.bundle,
+            inputs={} if self._release is None else self._release.inputs,
             cases=tuple(self._cases),
             changes=self._changes,
             attachments={"accuracy": str(page)} if judged and page.is_file() else {},
@@ -348,7 +348,8 @@ def _case_of(name: str, outcome: Outcome, refused: CaseStatus) -> Case:
         return Case(name, "error", outcome.message, outcome.seconds)
     passed = outcome.result["passed"]
     case = Case(name, "passed" if passed else "failed", outcome.result["text"], outcome.seconds)
-    return replace(case, figures=outcome.result["figures"], peak=outcome.peak)
+    figures, higher = outcome.result["figures"], outcome.result.get("higher", ())
+    return replace(case, figures=figures, higher=higher, peak=outcome.peak)
 
 
 def _holds(path: Path, identity: str) -> bool:

@@ -230,3 +230,26 @@ def test_without_a_ledger_nothing_is_recorded(llama_bundle: Path, tmp_path: Path
     at = ["--ledger", str(tmp_path / "ledger"), "--no-ledger"]
     assert CliRunner().invoke(kiln_group, [*arguments, *at]).exit_code == 0
     assert not (tmp_path / "ledger").exists()
+
+
+def test_nightly_jobs_are_entries_with_their_gates_figures(tmp_path):
+    from pipeline.ledger.nightly import entries_from_nightly
+    from pipeline.nightly.report import Case, JobReport, NightlyReport
+
+    def night(status: str, cases: tuple[Case, ...], driver: str = "1") -> NightlyReport:
+        job = JobReport("mlp", "cpu-avx2", status, "", 2, 1, "b" * 64, {"driver": driver}, cases)
+        return NightlyReport("run", "2026-01-01T00:00:00Z", "registry", {"cpu": "c"}, {"onnx": "1"}, (job,))
+
+    build = Case("build", "passed", "", 2.0, peak=1e6)
+    accuracy = Case("accuracy", "passed", "", 1.0, {"agreement": 1.0, "error": 0.5, "snr": "inf"}, ("agreement",))
+    speed = Case("speed", "passed", "", 1.0, {"ratio": 1.01, "limit": 1.05})
+    unchanged = night("unchanged", (Case("gates", "passed"), Case("speed", "skipped")))
+    assert entries_from_nightly(unchanged) == []
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        for report in (night("promoted", (build,)), night("promoted", (build, accuracy, speed), driver="2")):
+            (entry,) = entries_from_nightly(report)
+            entry = ledger.add(entry)
+    assert (entry.kind, entry.subject, entry.change) == ("nightly", "b" * 64, "input.driver: 1 -> 2")
+    directions = {figure.name: figure.higher_is_better for figure in entry.figures if "/" in figure.name}
+    assert directions == {"accuracy/agreement": True, "accuracy/error": False, "speed/ratio": False}
+    assert entry.figure("build_peak").values == (1e6,)
