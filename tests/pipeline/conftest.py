@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -88,3 +89,11 @@ def llama_bundle(llama_folder: Path, silent: Progress, tmp_path_factory: pytest.
     path = tmp_path_factory.mktemp("bundles") / "llama"
     build(str(llama_folder), ["cpu"], BuildConfig(out=path), silent)
     return path
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Callable[..., Any]:
+    """Makes a folder for nightly runs over tiny models: `world(*models, skus, settings)`."""
+    from tests.pipeline.nightly_material import SKU, World
+
+    return lambda *models, skus=(SKU,), settings="": World(tmp_path / "world", models, skus, settings)

@@ -1,4 +1,4 @@
-"""Tiny models on disk, a configuration for them, and nights over them in this process."""
+"""Tiny models on disk, a configuration for them, nights over them in this process, and what to read in reports."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +14,7 @@ from pipeline.nightly.config import NightlyConfig, config_from_toml
 from pipeline.nightly.executor import Limits, Outcome, Task, Told
 from pipeline.nightly.fingerprint import Machine
 from pipeline.nightly.journal import Journal, only_run
-from pipeline.nightly.report import NightlyReport
+from pipeline.nightly.report import JobReport, NightlyReport
 from pipeline.nightly.run import Nightly
 from pipeline.nightly.tasks import TASKS
 from pipeline.progress import Progress
@@ -23,6 +23,7 @@ from pipeline.registry.registry import Registry
 from pipeline.registry.store import Store
 from plugins.errors import KilnError
 
+SKU = "cpu-avx2"
 FAR = """
 [cpu-far]
 like = "cpu-avx2"
@@ -199,3 +200,16 @@ class World:
                     found[f"{model} {sku} {channel}"] = (head.number, head.version, head.action, head.previous)
         leftovers = [key for key in registry.store.keys("") if key.startswith(("leases", "gc"))]
         return {**found, "leftovers": leftovers}
+
+
+def only(report: NightlyReport) -> JobReport:
+    (job,) = report.jobs
+    return job
+
+
+def cases(job: JobReport) -> dict[str, str]:
+    return {case.name: case.status for case in job.cases}
+
+
+def text_of(job: JobReport, name: str) -> str:
+    return next(case.text for case in job.cases if case.name == name)
