@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def _perform(
         raise click.exceptions.Exit(BUSY) from error
     progress.note(f"reports in {folder}")
     for entry in () if no_ledger else entries_from_nightly(report):
-        record(ledger, lambda entry=entry: entry, progress)
+        record(ledger, partial(replace, entry), progress)
     if as_json:
         click.echo(report.to_json())
     else:

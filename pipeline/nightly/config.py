@@ -58,9 +58,8 @@ class BuildOptions(_Part):
 
     def config(self, out: Path, sku_file: Path | None) -> BuildConfig:
         """Raises KilnError for values that no build takes."""
-        given = {} if self.kv_dtype is None else {"kv_dtype": self.kv_dtype}
         return BuildConfig(
-            **given,
+            kv_dtype=self.kv_dtype,
             block_size=self.block_size,
             max_context=self.max_context,
             io_layout=self.io_layout,
