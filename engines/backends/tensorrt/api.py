@@ -7,12 +7,15 @@ interface under another name. Holds no code but the choice of the module.
 
 import importlib
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from plugins.errors import KilnError
 
 Product = Literal["tensorrt", "tensorrt_rtx"]
 """Name of the Python module."""
+Attention = Literal["plugin", "native"]
+"""Of a decoder: Kiln's own plug-in over a paged cache, or TensorRT's own layers over a linear one."""
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 OLDEST, BEYOND = (10, 13), 12
 """Versions of `tensorrt` that Kiln was written for: from OLDEST up to, but without, major version BEYOND."""
 INSTALL = {"tensorrt": "pip install tensorrt", "tensorrt_rtx": "pip install tensorrt-rtx"}
@@ -52,6 +55,7 @@ class IBuilderConfig(Protocol):
 
     def add_optimization_profile(self, profile: IOptimizationProfile) -> int: ...
     def set_flag(self, flag: Any) -> None: ...
+    def set_preview_feature(self, feature: Any, enable: bool) -> None: ...
     def clear_flag(self, flag: Any) -> None: ...
     def set_memory_pool_limit(self, pool: Any, pool_size: int) -> None: ...
     def create_timing_cache(self, serialized_timing_cache: bytes) -> ITimingCache: ...
@@ -97,6 +101,7 @@ class IExecutionContext(Protocol):
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool: ...
     def get_tensor_shape(self, name: str) -> Sequence[int]: ...
     def set_tensor_address(self, name: str, memory: int) -> bool: ...
+    def set_output_allocator(self, name: str, output_allocator: Any) -> bool: ...
     def infer_shapes(self) -> list[str]: ...
     def execute_async_v3(self, stream_handle: int) -> bool: ...
 
@@ -145,12 +150,14 @@ class TensorRt(Protocol):
     Refitter: type[Refitter]
     OnnxParserRefitter: type[OnnxParserRefitter]
     ILogger: Any
+    IOutputAllocator: Any
     IProgressMonitor: Any
     BuilderFlag: Any
     HardwareCompatibilityLevel: Any
     LayerInformationFormat: Any
     MemoryPoolType: Any
     NetworkDefinitionCreationFlag: Any
+    PreviewFeature: Any
     ProfilingVerbosity: Any
     TensorIOMode: Any
 
@@ -171,7 +178,8 @@ ENUMERATIONS: dict[str, tuple[str, ...]] = {
     "HardwareCompatibilityLevel": ("NONE", "AMPERE_PLUS", "SAME_COMPUTE_CAPABILITY"),
     "LayerInformationFormat": ("JSON",),
     "MemoryPoolType": ("WORKSPACE",),
-    "NetworkDefinitionCreationFlag": ("STRONGLY_TYPED",),
+    "NetworkDefinitionCreationFlag": ("STRONGLY_TYPED", "PREFER_AOT_PYTHON_PLUGINS"),
+    "PreviewFeature": ("ALIASED_PLUGIN_IO_10_03",),
     "ProfilingVerbosity": ("DETAILED",),
     "TensorIOMode": ("INPUT", "OUTPUT"),
 }

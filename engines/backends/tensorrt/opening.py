@@ -4,15 +4,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from engines.backends.tensorrt.api import Product, tensorrt_module
+from engines.backends.tensorrt.api import Attention, tensorrt_module
+from engines.backends.tensorrt.decoders import TensorRtLinearGraph, TensorRtPagedDecoder
 from engines.backends.tensorrt.key import EngineKey
+from engines.backends.tensorrt.linear_decoder import LinearDecoder
+from engines.backends.tensorrt.loading import open_engine
 from engines.backends.tensorrt.profiles import Profile
-from engines.backends.tensorrt.runtime import TensorRtModel, open_engine
+from engines.backends.tensorrt.runtime import TensorRtModel
 from engines.sku import sku_table
 from engines.sku_detect import match_gpu, own_gpus
 from passes.onnx_model import Tensor
 from plugins.abi import abi_hash
+from plugins.cuda_runtime import CudaRuntime
 from plugins.errors import KilnError
+from plugins.paged_attention.schema import KvSpec
 
 
 def machine_key(built: EngineKey, version: str | None = None) -> EngineKey:
@@ -38,6 +43,23 @@ def model_from_plan(
     plan: Path, built: EngineKey, inputs: Sequence[Tensor], profiles: Sequence[Profile], weights: Path | None = None
 ) -> TensorRtModel:
     """Open a plan that was built for this machine. Raises KilnError naming both sides where it was not."""
-    product: Product = built.product
-    opened = open_engine(plan, built, machine_key(built), weights=weights, product=product)
-    return TensorRtModel(opened, inputs, profiles)
+    opened = open_engine(plan, built, machine_key(built), weights=weights, product=built.product)
+    return TensorRtModel(opened, inputs, profiles, CudaRuntime())
+
+
+def decoder_from_plan(
+    plan: Path,
+    built: EngineKey,
+    attention: Attention,
+    inputs: Sequence[Tensor],
+    profiles: Sequence[Profile],
+    kv: KvSpec,
+    weights: Path | None = None,
+) -> TensorRtPagedDecoder | LinearDecoder:
+    """The same for a decoder, whose cache is as large as its profiles say."""
+    opened = open_engine(plan, built, machine_key(built), weights=weights, product=built.product)
+    runtime = CudaRuntime()
+    if attention == "plugin":
+        return TensorRtPagedDecoder(opened, inputs, profiles, runtime, kv)
+    graph = TensorRtLinearGraph(opened, inputs, profiles, runtime, kv)
+    return LinearDecoder(graph, kv, graph.rows)

@@ -12,17 +12,15 @@ import numpy as np
 import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
 
 from engines.backends.tensorrt.plugin_graph import PluginTarget, abi_of, plugin_graph
 from engines.sku import sku_table
 from passes.onnx_model import OnnxModel
 from plugins.abi import abi_hash
 from plugins.errors import KilnError
-from plugins.paged_attention import reference
-from plugins.paged_attention.reference import Attributes, Inputs
 from plugins.paged_attention.tensorrt_plugin import LAYERS, SCRATCH, Fields, Kernels, Numbers
 
+from .plugin_layers import EVALUATED
 from .serving import Shape, evaluated_steps, serving_graph
 
 HERE = Path(__file__).parent
@@ -108,32 +106,6 @@ def test_ptx_compiles_for_every_architecture_of_the_sku_table() -> None:
             head = ptx.split(f".entry {layer.kernel}(", 1)[1].split(")", 1)[0]
             assert head.count(".param .u64") == len(layer.inputs) + len(layer.outputs)
             assert head.count(".param .u32") == len(layer.launch(KERNELS, FIELDS, sizes, Numbers()).integers)
-
-
-class _Layer(OpRun):
-    """A layer of the plug-in in ONNX's reference evaluator, by `reference.py`."""
-
-    op_domain = "kiln"
-
-    def _run(self, *tensors, fields=None, plugin_namespace=None, plugin_version=None):
-        layer = next(one for one in LAYERS if one.name == type(self).__name__)
-        given, made = dict(zip(layer.inputs, tensors, strict=True)), Fields.from_text(fields)
-        attributes = Attributes(
-            *(made.num_heads, made.kv_num_heads, made.scale, made.softcap, made.local_window_size),
-            *(made.do_rotary, made.rotary_interleaved),
-        )
-        names = [name for name in Inputs.__dataclass_fields__ if name in given]
-        blank = dict.fromkeys(("query", "key", "value", "slot_mapping"))
-        inputs = Inputs(**{**blank, **{name: given[name] for name in names}})
-        if layer is LAYERS[0]:
-            after = reference.written(inputs, attributes)
-            return after.key_cache, after.value_cache
-        if layer is LAYERS[1]:
-            return reference.attention(inputs, attributes).astype(np.float16), given[SCRATCH]
-        return (given["output"],)
-
-
-EVALUATED = [type(layer.name, (_Layer,), {}) for layer in LAYERS]
 
 
 @pytest.fixture
