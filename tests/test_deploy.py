@@ -93,7 +93,9 @@ def rendered(chart: Any, values: dict[str, Any]) -> dict[str, Any]:
 def documented() -> dict[str, Any]:
     """The values that docs/deploy.md shows."""
     text = (ROOT / "docs" / "deploy.md").read_text()
-    (example,) = (block for block in re.findall(r"(?:^    .*\n|^\n)+", text, flags=re.MULTILINE) if "bundles:" in block)
+    (example,) = (
+        block for block in re.findall(r"(?:^    .*\n|^\n)+", text, flags=re.MULTILINE) if "    bundles:\n" in block
+    )
     return yaml.safe_load(textwrap.dedent(example))
 
 
