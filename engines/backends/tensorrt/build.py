@@ -23,6 +23,7 @@ from engines.backends.tensorrt.profiles import Profile
 from engines.sku import host_memory
 from passes.onnx_model import OnnxModel, external_files, load_structure
 from plugins.errors import KilnError
+from plugins.paged_attention.tensorrt_plugin import Kernels
 
 MEMORY_PER_WEIGHT, MEMORY_BASE = 4.0, 400 * 2**20
 """Peak of a build: several copies of the weights, and what the libraries take themselves. Users report 3 to 4 times the
@@ -63,13 +64,15 @@ def build_plan(
     folder: Path,
     *,
     parsed: Path | None = None,
+    kernels: Kernels | None = None,
     product: Product = "tensorrt",
     inspect: bool = False,
     observe: Callable[[str], None] = lambda phase: None,
 ) -> Plan:
     """Write plan, timing cache, log and layers into `folder`, which exists. `observe` hears of each phase.
 
-    `parsed` is the same graph in operators that only TensorRT's parser knows, where there are such.
+    `parsed` is the same graph in operators that only TensorRT's parser knows, where there are such; `kernels` are those
+    of the attention plug-in, where the graph has layers of it.
 
     Raises KilnError: for a profile that the graph does not compute with, a graph that TensorRT does not take, memory
     that would not do, and a builder that crashed. The log stays in `folder`.
@@ -82,7 +85,10 @@ def build_plan(
             f"{host_memory() / 2**30:.1f} GiB; build on a larger one, or a smaller model"
         )
     shapes = [{tensor.name: profile.shapes(tensor) for tensor in model.inputs} for profile in profiles]
-    request = Request(product, str((parsed or model.path).resolve()), shapes, options.to_dict(), inspect)
+    if kernels is not None:
+        kernels.ptx()  # compiled, and where that fails said, before a builder is started
+    own = None if kernels is None else asdict(kernels)
+    request = Request(product, str((parsed or model.path).resolve()), shapes, options.to_dict(), own, inspect)
     (folder / REQUEST).write_text(json.dumps(asdict(request)), encoding="utf-8")
     code, peak = _run_child(folder, observe)
     result = _result(folder, code, peak, forecast)

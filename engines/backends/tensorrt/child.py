@@ -5,6 +5,7 @@ its own, because a builder takes several times the weights' memory and its crash
 output say what it is doing; nobody else calls this module.
 """
 
+import importlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from engines.backends.tensorrt.layers import layers_from_log, layers_to_file, me
 from engines.backends.tensorrt.log import BuildLog, log_to_file, logger_for
 from engines.backends.tensorrt.options import TensorRtOptions, options_from_dict
 from plugins.errors import KilnError
+from plugins.paged_attention.tensorrt_plugin import Kernels, register
 
 REQUEST, RESULT = "request.json", "result.json"
 PLAN, CACHE, LOG, LAYERS, INSPECTED = "engine.plan", "timing.cache", "build.log", "layers.json", "inspector.json"
@@ -25,12 +27,16 @@ PLAN, CACHE, LOG, LAYERS, INSPECTED = "engine.plan", "timing.cache", "build.log"
 
 @dataclass(frozen=True)
 class Request:
-    """What to build. `profiles` are, in order, least, best and most shape of each input by name."""
+    """What to build. `profiles` are, in order, least, best and most shape of each input by name.
+
+    `kernels` are the fields of `tensorrt_plugin.Kernels`, for a graph with layers of the attention plug-in.
+    """
 
     product: Product
     model: str
     profiles: Sequence[Mapping[str, Sequence[Sequence[int]]]]
     options: Mapping[str, Any]
+    kernels: Mapping[str, Any] | None = None
     inspect: bool = False
     """Load the plan and ask TensorRT's own inspector, which needs the GPU that it was built for."""
 
@@ -57,13 +63,20 @@ def build_in_this_process(folder: Path, request: Request) -> Result:
     log = log_to_file(folder / LOG)
     logger = logger_for(trt, log)
     builder = trt.Builder(logger)
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    kinds = trt.NetworkDefinitionCreationFlag
+    flags = 1 << int(kinds.STRONGLY_TYPED)
+    if request.kernels is not None:
+        register(importlib.import_module(f"{request.product}.plugin"), Kernels(**request.kernels))
+        flags |= 1 << int(kinds.PREFER_AOT_PYTHON_PLUGINS)
+    network = builder.create_network(flags)
     parser = trt.OnnxParser(network, logger)
     _say("parse")
     if not parser.parse_from_file(request.model):
         raise _parse_error(parser, request.model, log)
     config = builder.create_builder_config()
     _configure(trt, config, options)
+    if request.kernels is not None:
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     for number, shapes in enumerate(request.profiles):
         profile = builder.create_optimization_profile()
         for name, (least, best, most) in shapes.items():

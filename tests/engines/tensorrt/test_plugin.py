@@ -48,7 +48,7 @@ needs_nvcc = pytest.mark.skipif(
 @pytest.mark.slow
 def test_tensorrt_learns_what_the_kernels_are_launched_with(builder) -> None:
     """Through `tensorrt.plugin` of TensorRT 11.4: types, shapes, aliases, grid, threads, memory, integers and PTX."""
-    request = {
+    asked = {
         "kernels": vars(KERNELS),
         "layers": {
             layer.name: {"fields": FIELDS.text, "inputs": {name: SIZES[name] for name in layer.inputs}}
@@ -58,7 +58,7 @@ def test_tensorrt_learns_what_the_kernels_are_launched_with(builder) -> None:
     command, environment = [sys.executable, str(HERE / "drive_plugin.py")], dict(builder.environment)
     environment["PYTHONPATH"] = f"{HERE.parents[2]}:{environment['PYTHONPATH']}"
     done = subprocess.run(
-        command, input=json.dumps(request), env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, input=json.dumps(asked), env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
