@@ -58,6 +58,8 @@ class BackendRecord(Record):
     name: Literal["onnxruntime", "tensorrt", "tensorrt_rtx"]
     version: str
     provider: str
+    options: dict[str, str] = {}
+    """Of ONNX Runtime's provider."""
 
 
 class PluginRecord(Record):
@@ -238,7 +240,11 @@ class TensorRtRecord(Record):
 
 
 class Manifest(Record):
-    """`manifest.json`. `parent` is the identity of the bundle that this one was tuned from."""
+    """`manifest.json`. `parent` is the identity of the bundle that this one was tuned from.
+
+    `unverified` says, a sentence each, what could not be checked on the machine that built it; `kiln tune` on a machine
+    of the SKU's type checks it and writes a bundle without. `expected` is a file with logits for that.
+    """
 
     schema_version: Literal[1] = 1
     kiln_version: str
@@ -247,7 +253,7 @@ class Manifest(Record):
     model: ModelRecord
     sku: SkuRecord
     backend: BackendRecord
-    precision: Literal["fp32"]
+    precision: Literal["fp32", "fp16", "bf16"]
     engine: str = "engine.onnx"
     tokenizer: str | None = None
     inputs: tuple[TensorRecord, ...]
@@ -260,5 +266,7 @@ class Manifest(Record):
     serving: ServingRecord | None = None
     quantization: QuantizationRecord | None = None
     memory: MemoryRecord | None = None
+    unverified: tuple[str, ...] = ()
+    expected: str | None = None
     tensorrt: TensorRtRecord | None = None
     files: dict[str, FileRecord]

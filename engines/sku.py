@@ -91,15 +91,15 @@ class Sku(BaseModel):
             if not 0 < rate < float("inf"):
                 raise ValueError(f"peak of {precision} is {rate}; expected operations/s")
         for code in () if self.is_cpu else self.plugin_architectures:
-            if code not in ARCHITECTURES or not _runs(code, self.arch):
-                fitting = [known for known in ARCHITECTURES if _runs(known, self.arch)]
+            if code not in ARCHITECTURES or not runs_code_of(code, self.arch):
+                fitting = [known for known in ARCHITECTURES if runs_code_of(known, self.arch)]
                 raise ValueError(
                     f"plugin_architectures has {code}; expected some of {', '.join(fitting) or 'none'} for {self.arch}"
                 )
         return self
 
 
-def _runs(code: str, arch: str) -> bool:
+def runs_code_of(code: str, arch: str) -> bool:
     """Whether a GPU runs machine code of an architecture: of its own major version, no newer than itself."""
     built, own = code.removeprefix("sm_"), arch.removeprefix("sm_")
     return built[:-1] == own[:-1] and built[-1] <= own[-1]

@@ -45,7 +45,7 @@ class QuantizeCache:
         kv = self.decoder.kv
         quantised = replace(kv, dtype="int8", value_dtype=None if self.values else kv.dtypes[1])
         try:
-            nodes = [_attention_over(graph, kv.tensors(layer)) for layer in range(len(kv.layers))]
+            nodes = [attention_over(graph, kv.tensors(layer)) for layer in range(len(kv.layers))]
         except Refusal as reason:
             return Outcome(notes=[str(reason)])
         outcome = Outcome()
@@ -60,7 +60,7 @@ class QuantizeCache:
         return outcome
 
 
-def _attention_over(graph: gs.Graph, tensors: tuple[CacheTensor, ...]) -> gs.Node:
+def attention_over(graph: gs.Graph, tensors: tuple[CacheTensor, ...]) -> gs.Node:
     """The one node that uses a layer's cache. Raises Refusal where that is not a bound attention."""
     inputs, outputs = ({tensor.name: tensor for tensor in io} for io in (graph.inputs, graph.outputs))
     nodes: list[gs.Node] = []

@@ -12,6 +12,9 @@ from typing import Any, Literal
 from passes.attention_precision import AttentionPrecision
 from passes.base import Pass
 from passes.bind_attention import BindAttention
+from passes.bind_half_norm import BindHalfNorm
+from passes.bind_linear import BindLinear
+from passes.cast_attention import CastAttention
 from passes.cast_precision import CastPrecision
 from passes.fold_batch_norm import FoldBatchNorm
 from passes.fold_constants import FoldConstants
@@ -98,6 +101,15 @@ def _with_plugins(target: PassTarget) -> bool:
     return target.backend == "cpu" and target.decoder is not None
 
 
+def _half_on_cuda(target: PassTarget) -> bool:
+    """Whether the engine carries Kiln's CUDA operators: those of 16-bit decoders do."""
+    return target.backend == "cuda" and target.decoder is not None and target.precision != "fp32"
+
+
+def _half_type(target: PassTarget) -> dict[str, Any]:
+    return {"dtype": _DTYPES.get(target.precision, "float16")}
+
+
 def _norm_target(target: PassTarget) -> dict[str, Any]:
     return {"target": "standard" if target.backend == "tensorrt" else "contrib"}
 
@@ -116,7 +128,7 @@ def _attention_target(target: PassTarget) -> dict[str, Any]:
 
 
 FLOAT_TABLE: tuple[Entry, ...] = (
-    Entry(BindAttention, default=lambda target: target.backend == "cpu"),
+    Entry(BindAttention, default=lambda target: target.backend == "cpu" or _half_on_cuda(target)),
     Entry(FoldConstants),
     Entry(RemoveNoOps),
     Entry(FoldBatchNorm),
@@ -139,15 +151,12 @@ FLOAT_TABLE: tuple[Entry, ...] = (
         options=lambda target: {"packed_attention": target.decoder is not None, "split": target.backend == "cuda"},
         # TensorRT merges products itself; packed ones before a Split it takes apart and multiplies in float
     ),
-    Entry(FuseSkipNorm, default=lambda target: target.backend == "cuda"),
+    Entry(FuseSkipNorm, default=lambda target: target.backend == "cuda" and not _half_on_cuda(target)),
     Entry(PruneStructure, default=_never),
     Entry(
         CastPrecision,
         default=lambda target: target.precision != "fp32",
-        options=lambda target: {
-            "dtype": _DTYPES.get(target.precision, "float16"),
-            "measure": target.measure_ranges,
-        },
+        options=lambda target: {**_half_type(target), "measure": target.measure_ranges},
     ),
     Entry(BindAddRmsNorm, default=_with_plugins),
     Entry(BindSwiglu, default=_with_plugins),
@@ -155,6 +164,13 @@ FLOAT_TABLE: tuple[Entry, ...] = (
 """What a graph is rewritten to before it is calibrated and quantised."""
 
 BINDING_TABLE: tuple[Entry, ...] = (
+    Entry(
+        CastAttention,
+        default=_half_on_cuda,
+        options=lambda target: {"decoder": target.decoder, **_half_type(target)},
+    ),
+    Entry(BindHalfNorm, default=_half_on_cuda, options=_half_type),
+    Entry(BindLinear, default=_half_on_cuda),
     Entry(AttentionPrecision, default=_never),
     Entry(QuantizeCache, default=_never, options=lambda target: {"decoder": target.decoder}),
     Entry(FuseQdq, default=lambda target: target.backend == "cpu"),

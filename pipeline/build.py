@@ -30,7 +30,7 @@ from passes.onnx_model import OnnxModel, Tensor, external_files, load_structure,
 from passes.standard import FLOAT_TABLE, TABLE
 from pipeline.buildable import refuse_unbuildable
 from pipeline.check import check_against_torch, check_against_unoptimised
-from pipeline.config import BuildConfig
+from pipeline.config import BuildConfig, Precision
 from pipeline.export import export_model
 from pipeline.forecast import (
     Forecast,
@@ -38,6 +38,16 @@ from pipeline.forecast import (
     forecast_from_onnx,
     forecast_plain,
     refuse_what_cannot_fit,
+)
+from pipeline.gpu_build import (
+    PLUGINS,
+    UNMEASURED,
+    UNVERIFIED_KERNELS,
+    gpu_plugin,
+    provider_options,
+    refuse_gpu_decoder,
+    runnable,
+    write_expected,
 )
 from pipeline.load import Description, TorchModel, describe, load
 from pipeline.memory import memory_account
@@ -54,7 +64,6 @@ from plugins.paged_attention.schema import DOMAIN, OP_TYPE
 DISTRIBUTION = "kiln-engine"
 ENGINE = "engine.onnx"
 TOKENIZER = "tokenizer"
-PLUGINS = "plugins"
 
 
 @dataclass(frozen=True)
@@ -137,17 +146,20 @@ def _forecast(
     source: ModelSource, description: Description | None, torch_model: TorchModel | None, sku: Sku, config: BuildConfig
 ) -> Forecast:
     if description is not None:
-        return forecast_from_description(description, sku, config)
+        return forecast_from_description(description, sku, config.for_sku(sku))
     if torch_model is not None:
-        return forecast_plain(torch_model.parameters, sku, config)
+        return forecast_plain(torch_model.parameters, sku, config.for_sku(sku))
     assert source.path is not None
     return forecast_from_onnx(source.path, sku)
 
 
 def _sku_for(name: str, config: BuildConfig) -> Sku:
     sku = resolve_sku(name, config.sku_file)
-    if config.precision not in sku.precisions:
-        raise KilnError(f"SKU {sku.name} offers the precisions {', '.join(sku.precisions)}; found {config.precision}")
+    precision = config.for_sku(sku).precision
+    if precision not in sku.precisions:
+        raise KilnError(f"SKU {sku.name} offers the precisions {', '.join(sku.precisions)}; found {precision}")
+    if config.quantize is not None and not sku.is_cpu:
+        raise KilnError(f"quantised engines are built for CPUs in this version, not for {sku.name}: leave it out")
     return sku
 
 
@@ -174,8 +186,10 @@ def _build_for_sku(inputs: _Inputs, sku: Sku, path: Path, config: BuildConfig, p
     def fill(folder: Path) -> Manifest:
         plugins: tuple[PluginRecord, ...] = ()
         if inputs.onnx_model.decoder is not None:
+            if not sku.is_cpu:
+                refuse_gpu_decoder(inputs.onnx_model.decoder, sku, config.for_sku(sku).precision)
             with progress.stage(f"{sku.name}: compile attention"):
-                plugins = (_copy_plugin(folder),)
+                plugins = (_copy_plugin(folder) if sku.is_cpu else gpu_plugin(folder, sku),)
             progress.detail(f"{plugins[0].operator} in {plugins[0].file}, ABI {plugins[0].abi_hash}")
         _save_tokenizer(inputs.torch_model, folder)
         engine = _engine(inputs, sku, folder, [folder / plugin.file for plugin in plugins], config, progress)
@@ -184,14 +198,17 @@ def _build_for_sku(inputs: _Inputs, sku: Sku, path: Path, config: BuildConfig, p
 
     bundle = write_bundle(path, fill)
     progress.note(f"wrote {bundle.path}")
+    if bundle.manifest.unverified:
+        found = "; ".join(bundle.manifest.unverified)
+        progress.note(f"not verified here: {found}. On a machine with {sku.title} run: kiln tune {bundle.path}")
     return bundle
 
 
 def _same_engine(first: Sku, second: Sku, inputs: _Inputs, config: BuildConfig) -> bool:
     """Whether two SKUs get the same graph by the same passes, judged by the same checks on this machine."""
-    passes = _passes_of(config)
-    targets = [target_for(inputs.onnx_model, sku, passes) for sku in (first, second)]
-    return targets[0] == targets[1] and first.provider == second.provider
+    targets = [target_for(inputs.onnx_model, sku, _passes_of(config, sku)) for sku in (first, second)]
+    same_code = first.is_cpu or first.plugin_architectures == second.plugin_architectures
+    return targets[0] == targets[1] and first.provider == second.provider and same_code
 
 
 def _share_with_sku(twin: EngineBundle, sku: Sku, path: Path, progress: Progress) -> EngineBundle:
@@ -224,7 +241,7 @@ def _engine(
     inputs: _Inputs, sku: Sku, folder: Path, libraries: list[Path], config: BuildConfig, progress: Progress
 ) -> _Engine:
     """Write the engine. What is quantised is checked before that, as float, and judged by the gate after it."""
-    passes, quantize = _passes_of(config), config.quantize
+    passes, quantize = _passes_of(config, sku), config.quantize
     target, table = (folder / ENGINE, TABLE) if quantize is None else (folder / "float" / ENGINE, FLOAT_TABLE)
     target.parent.mkdir(exist_ok=True)
     with progress.stage(f"{sku.name}: graph passes"):
@@ -233,7 +250,7 @@ def _engine(
         (progress.note if report.rolled_back else progress.detail)(f"{report.name}: {result_of(report)}")
     with progress.stage(f"{sku.name}: check"):
         changed = any(report.changed and report.effect is Effect.MODEL for report in reports)
-        check = _check(inputs, model, libraries, changed)
+        check = _check(inputs, model, sku, libraries, passes.precision, changed)
     progress.note(f"{check.name}: {check.sentence()}")
     record = None
     if quantize is not None:
@@ -245,8 +262,10 @@ def _engine(
         )
         reports = (*reports, *more)
         shutil.rmtree(target.parent)
-    with progress.stage(f"{sku.name}: account for memory"):
-        memory = _memory(inputs, model, libraries, progress)
+    memory = None
+    if sku.is_cpu:
+        with progress.stage(f"{sku.name}: account for memory"):
+            memory = _memory(inputs, model, libraries, progress)
     return _Engine(model, tuple(record_from_report(report) for report in reports), check, record, memory)
 
 
@@ -265,10 +284,9 @@ def _memory(inputs: _Inputs, model: OnnxModel, libraries: list[Path], progress: 
     return account
 
 
-def _passes_of(config: BuildConfig) -> OptimizeConfig:
-    return OptimizeConfig(
-        config.passes, config.precision, config.io_layout, config.verify_passes, config.measure_passes
-    )
+def _passes_of(config: BuildConfig, sku: Sku) -> OptimizeConfig:
+    precision = config.for_sku(sku).precision
+    return OptimizeConfig(config.passes, precision, config.io_layout, config.verify_passes, config.measure_passes)
 
 
 def _copy_plugin(folder: Path) -> PluginRecord:
@@ -283,10 +301,21 @@ def _save_tokenizer(model: TorchModel | None, folder: Path) -> None:
         model.tokenizer.save_pretrained(folder / TOKENIZER)
 
 
-def _check(inputs: _Inputs, model: OnnxModel, libraries: list[Path], changed: bool) -> CheckRecord:
+def _check(
+    inputs: _Inputs, model: OnnxModel, sku: Sku, libraries: list[Path], precision: Precision, changed: bool
+) -> CheckRecord:
+    if not sku.is_cpu:
+        with runnable(model) as form:
+            return _compare(inputs, form, [cpu_library()] if model.decoder else [], precision, changed)
+    return _compare(inputs, model, libraries, precision, changed)
+
+
+def _compare(
+    inputs: _Inputs, model: OnnxModel, libraries: list[Path], precision: Precision, changed: bool
+) -> CheckRecord:
     if inputs.torch_model is not None:
-        return check_against_torch(inputs.torch_model, model.path, model.decoder, libraries, changed)
-    return check_against_unoptimised(inputs.onnx_model, model.path, libraries, inputs.feeds, changed)
+        return check_against_torch(inputs.torch_model, model.path, model.decoder, libraries, changed, precision)
+    return check_against_unoptimised(inputs.onnx_model, model.path, libraries, inputs.feeds, changed, precision)
 
 
 def _manifest(
@@ -297,8 +326,17 @@ def _manifest(
     folder: Path,
     plugins: tuple[PluginRecord, ...],
 ) -> Manifest:
+    import onnxruntime
+
     torch_model, model = inputs.torch_model, engine.model
     assert sku.provider is not None, "only ONNX Runtime's providers are built for"
+    options: dict[str, str] = {}
+    unverified: tuple[str, ...] = ()
+    expected = None
+    if not sku.is_cpu:
+        options, unverified = provider_options(sku, model), (UNVERIFIED_KERNELS, UNMEASURED)
+        if model.decoder is not None:
+            expected = write_expected(inputs.onnx_model, torch_model, model.decoder, folder)
     return Manifest(
         kiln_version=version(DISTRIBUTION),
         created=_now(),
@@ -310,8 +348,10 @@ def _manifest(
             parameters=torch_model.parameters if torch_model else model.parameters,
         ),
         sku=_sku_record(sku),
-        backend=BackendRecord(name="onnxruntime", version=version("onnxruntime"), provider=sku.provider),
-        precision=config.precision,
+        backend=BackendRecord(
+            name="onnxruntime", version=onnxruntime.__version__, provider=sku.provider, options=options
+        ),
+        precision=config.for_sku(sku).precision,
         engine=ENGINE,
         tokenizer=TOKENIZER if (folder / TOKENIZER).is_dir() else None,
         inputs=tuple(_record(tensor) for tensor in model.inputs),
@@ -322,6 +362,8 @@ def _manifest(
         checks=(engine.check,),
         quantization=engine.quantization,
         memory=engine.memory,
+        unverified=unverified,
+        expected=expected,
         files=file_records(folder),
     )
 

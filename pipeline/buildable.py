@@ -7,7 +7,9 @@ from engines.sku import Sku, host_cpu_features
 from plugins.cuda_build import ARCHITECTURES
 from plugins.errors import KilnError
 
-FINISHED = frozenset({("onnxruntime", "CPUExecutionProvider"), ("tensorrt", None)})
+FINISHED = frozenset(
+    {("onnxruntime", "CPUExecutionProvider"), ("onnxruntime", "CUDAExecutionProvider"), ("tensorrt", None)}
+)
 """Backends and providers that engines are built and run with; TensorRT's by `kiln tensorrt`, and none of a decoder."""
 _TENSORRT = "kiln tensorrt build MODEL.onnx --sku {} --out BUNDLE"
 OLDEST_FOR_ATTENTION = next(iter(ARCHITECTURES))

@@ -19,6 +19,7 @@ from passes.manager import NEAR_ZERO
 from passes.onnx_model import DecoderSpec, OnnxModel
 from pipeline.compare.inputs import samples_from_inputs
 from pipeline.compare.onnx_subject import bound_graph
+from pipeline.config import Precision
 from pipeline.packed import packed_logits
 from pipeline.verify import Feeds, Outputs, errors_between, generated_inputs, run_plain, with_cache_of
 from plugins.errors import KilnError
@@ -34,11 +35,21 @@ LIMITS: dict[CacheDtype, tuple[float, str]] = {
     "int8": (1e-1, "keys or values rounded to 127 levels of each head's largest in the cache"),
 }
 """By type of the KV cache: the largest max|engine - reference| / max|reference| allowed, and why."""
+HALF_LIMITS: dict[Precision, tuple[float, str]] = {
+    "fp16": (2e-2, "weights, activations and sums of layers rounded to 10 bits of mantissa"),
+    "bf16": (1e-1, "weights, activations and sums of layers rounded to 7 bits of mantissa"),
+}
+"""The same for engines that compute in 16 bits, whatever their cache."""
 _SAMPLES = 3
 
 
 def check_against_torch(
-    model: "TorchModel", engine: Path, decoder: DecoderSpec | None, plugins: list[Path], changed: bool = False
+    model: "TorchModel",
+    engine: Path,
+    decoder: DecoderSpec | None,
+    plugins: list[Path],
+    changed: bool = False,
+    precision: Precision = "fp32",
 ) -> CheckRecord:
     """Compare the engine with the torch model. Raises KilnError beyond the limit.
 
@@ -49,28 +60,33 @@ def check_against_torch(
     if decoder is not None:
         with _engine_runs():
             error = _decoder_error(model, engine, decoder, plugins)
-        return _verdict("logits against torch", error, decoder.kv.dtype, changed)
+        return verdict("logits against torch", error, decoder.kv.dtype, changed, precision)
     subject = torch_subject_from_model(model)
     with _engine_runs():
         samples = samples_from_inputs(subject.inputs, _SAMPLES, seed=1)  # type: ignore[union-attr]
         expected = [subject.infer(feeds) for feeds in samples]  # type: ignore[union-attr]
         error = _plain_error(expected, run_plain(engine, plugins, samples, optimized=True))
-    return _verdict("outputs against torch", error, changed=changed)
+    return verdict("outputs against torch", error, changed=changed, precision=precision)
 
 
 def check_against_unoptimised(
-    source: OnnxModel, engine: Path, plugins: list[Path], inputs: Sequence[Feeds] | None, changed: bool = False
+    source: OnnxModel,
+    engine: Path,
+    plugins: list[Path],
+    inputs: Sequence[Feeds] | None,
+    changed: bool = False,
+    precision: Precision = "fp32",
 ) -> CheckRecord:
     """Compare an engine with the .onnx file that it was made from, run without any optimisation. Raises KilnError."""
     with _engine_runs():
         if source.decoder is not None:
             decoder = with_cache_of(engine, source.decoder)
             error = _error_against_graph(source.path, source.decoder, engine, decoder, plugins)
-            return _verdict("logits against the unoptimised graph", error, decoder.kv.dtype, changed)
+            return verdict("logits against the unoptimised graph", error, decoder.kv.dtype, changed, precision)
         samples = inputs or generated_inputs(source, plugins)
         expected = run_plain(source.path, plugins, samples)
         error = _plain_error(expected, run_plain(engine, plugins, samples, optimized=True))
-    return _verdict("outputs against the unoptimised graph", error, changed=changed)
+    return verdict("outputs against the unoptimised graph", error, changed=changed, precision=precision)
 
 
 def check_against_parent(
@@ -88,7 +104,7 @@ def check_against_parent(
     for rows, known in zip(found, expected, strict=True):
         error = _worse(error, _relative_error(rows, known))
     blocks = f"blocks of {decoder.kv.block_size} against {parent_decoder.kv.block_size}"
-    return _verdict(f"logits with {blocks}", error, decoder.kv.dtype)
+    return verdict(f"logits with {blocks}", error, decoder.kv.dtype)
 
 
 def _error_against_graph(
@@ -120,8 +136,15 @@ def _engine_runs() -> Iterator[None]:
         raise KilnError(f"the engine does not run: {ort_message(error)}; nothing was published") from error
 
 
-def _verdict(name: str, error: float, cache_dtype: CacheDtype = "float32", changed: bool = False) -> CheckRecord:
-    limit, origin = LIMITS[cache_dtype]
+def verdict(
+    name: str,
+    error: float,
+    cache_dtype: CacheDtype = "float32",
+    changed: bool = False,
+    precision: Precision = "fp32",
+) -> CheckRecord:
+    """The record of an error within its limit. Raises KilnError beyond it."""
+    limit, origin = HALF_LIMITS.get(precision) or LIMITS[cache_dtype]
     if changed and math.isfinite(error):
         return CheckRecord(name=name, value=error, limit=None, origin="the model was changed on request: judge it")
     if not error <= limit:  # a NaN fails

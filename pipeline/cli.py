@@ -97,13 +97,16 @@ def run_command(command: click.Command) -> None:
     help=f"Machine type, may be given several times: cpu, {', '.join(sku_table())}.",
 )
 @sku_file_option
-@click.option("--precision", type=click.Choice(PRECISIONS), default=DEFAULTS.precision, show_default=True)
+@click.option(
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    help="What the engine computes in.  [default: fp32 for a CPU, fp16 for a GPU]",
+)
 @click.option(
     "--kv-dtype",
     type=click.Choice(EXPORT_DTYPES),
-    default=DEFAULTS.kv_dtype,
-    show_default=True,
-    help="Storage type of the KV cache; 16 bits halve its memory and round keys and values.",
+    help="Storage type of the KV cache; 16 bits halve its memory and round keys and values.  [default: float32 for a "
+    "CPU, the precision's own for a GPU]",
 )
 @click.option("--block-size", type=int, default=DEFAULTS.block_size, show_default=True, help="Tokens per cache block.")
 @click.option("--max-context", type=int, help="Longest sequence in tokens.  [default: the model's own]")

@@ -102,7 +102,7 @@ def decoder_spec(model: TorchModel, config: BuildConfig) -> DecoderSpec:
     max_context = config.max_context or limit or 2048
     _refuse_rotation_by_length(model, text, max_context)
     return DecoderSpec(
-        kv=KvSpec(layers=kv_layers(model.pretrained), block_size=config.block_size, dtype=config.kv_dtype),
+        kv=KvSpec(layers=kv_layers(model.pretrained), block_size=config.block_size, dtype=config.kv_dtype or "float32"),
         vocab_size=text.vocab_size,
         max_context=max_context,
         eos_token_ids=_eos_token_ids(model),

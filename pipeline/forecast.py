@@ -36,7 +36,7 @@ WEIGHT_BYTES: dict[Precision, float] = {
 
 
 class ForecastOptions(Protocol):
-    """What of a build decides its sizes; `BuildConfig` has it."""
+    """What of a build decides its sizes; `SkuConfig` has it."""
 
     @property
     def precision(self) -> Precision: ...

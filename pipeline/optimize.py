@@ -47,13 +47,10 @@ def optimize(
     """
     if config.measure and not sku.is_cpu:
         raise KilnError(f"this machine cannot time graphs for SKU {sku.name}; leave --measure out")
-    runs = config.verify or config.measure or config.precision != "fp32"
+    by_range = config.precision == "fp16"  # BF16 holds what FP32 holds
+    runs = config.verify or config.measure or by_range
     plugins = [cpu_library()] if model.decoder and runs else []
-    gate = (
-        NumericGate(model, plugins, inputs, sku.is_cpu, config.long_tokens)
-        if config.verify or config.precision != "fp32"
-        else None
-    )
+    gate = NumericGate(model, plugins, inputs, sku.is_cpu, config.long_tokens) if config.verify or by_range else None
     return run_passes(
         model,
         target,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.base import StepInputs
+from engines.backends.base import DecoderBackend, StepInputs
 from engines.backends.onnxruntime import OnnxRuntimeDecoder
 from passes.onnx_model import DecoderSpec
 
@@ -23,6 +23,22 @@ def packed_logits(
     optimized: bool = True,
     last_rows: int | None = None,
 ) -> list[NDArray]:
+    """`logits_of_backend` of an engine that is opened for it on this machine's CPU."""
+    blocks = sum(-(-len(text) // decoder.kv.block_size) for text in texts)
+    backend = OnnxRuntimeDecoder(engine, decoder.kv, blocks, plugins=plugins, optimized=optimized)
+    found = logits_of_backend(backend, decoder, texts, steps, last_rows=last_rows)
+    backend.close()
+    return found
+
+
+def logits_of_backend(
+    backend: DecoderBackend,
+    decoder: DecoderSpec,
+    texts: list[NDArray],
+    steps: list[list[int]],
+    *,
+    last_rows: int | None = None,
+) -> list[NDArray]:
     """Logits of every token of every text; each step takes its number of tokens from each text.
 
     With `last_rows` only the last so many tokens of each text's share in a step get logits.
@@ -34,7 +50,6 @@ def packed_logits(
     table = np.zeros((len(texts), width), np.int32)
     for row, count in enumerate(blocks):
         table[row, :count] = order[sum(blocks[:row]) :][:count]
-    backend = OnnxRuntimeDecoder(engine, decoder.kv, total, plugins=plugins, optimized=optimized)
     rows: list[list[NDArray]] = [[] for _ in texts]
     past = np.zeros(len(texts), np.int32)
     for step in steps:
@@ -62,7 +77,6 @@ def packed_logits(
         for row, part in enumerate(np.split(logits, np.cumsum([len(rows) for rows in asked])[:-1])):
             rows[row].append(part)
         past += np.array(counts, np.int32)
-    backend.close()
     return [np.concatenate(parts) for parts in rows]
 
 

@@ -21,6 +21,7 @@ from engines.backends.window import graph_with_window
 from engines.runtime.info import TensorInfo
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import CACHE_ITEMSIZE, LOGITS, STEP_INPUTS, CacheDtype, KvSpec
+from plugins.sampling.schema import GRAPH_INPUTS, TOKENS
 
 CPU = "CPUExecutionProvider"
 
@@ -69,6 +70,8 @@ class OnnxRuntimeDecoder:
     Raises KilnError when the graph cannot be loaded, does not follow the schema, or memory is short.
     """
 
+    _samples = False  # whether the graph chooses tokens, which takes more inputs
+
     def __init__(
         self,
         engine: Path,
@@ -96,7 +99,7 @@ class OnnxRuntimeDecoder:
         if probes:
             graph = graph_with_probes(engine, probes)
         self._session = session_from_file(engine, provider, plugins, threads, optimized, config, graph, profile)
-        check_serving_graph(engine, self._session, kv, probes)
+        check_serving_graph(engine, self._session, kv, probes, samples=self._samples)
         outputs = {node.name: node for node in self._session.get_outputs()}
         self._vocabulary: int = outputs[LOGITS].shape[1]
         self._binding = self._session.io_binding()
@@ -126,6 +129,9 @@ class OnnxRuntimeDecoder:
         """
         if self._session is None:
             raise RuntimeError("the backend is closed")
+        return self._run(inputs)
+
+    def _run(self, inputs: StepInputs) -> NDArray[np.float32]:
         for field in fields(inputs):
             self._binding.bind_cpu_input(field.name, getattr(inputs, field.name))
         for probe in self._probes:
@@ -196,7 +202,8 @@ class OnnxRuntimeDecoder:
 class OnnxRuntimeModel:
     """A model without a KV cache. Implements `InferBackend`; `infer` may be called from several threads.
 
-    Arguments and errors as for `OnnxRuntimeDecoder`; any provider that the installed ONNX Runtime has.
+    Arguments and errors as for `OnnxRuntimeDecoder`; any provider that the installed ONNX Runtime has, with its
+    `options`.
     """
 
     def __init__(
@@ -209,8 +216,12 @@ class OnnxRuntimeModel:
         optimized: bool = True,
         config: Mapping[str, str] | None = None,
         profile: Path | None = None,
+        options: Mapping[str, str] | None = None,
     ) -> None:
-        self._use(session_from_file(engine, provider, plugins, threads, optimized, config, profile=profile), engine)
+        session = session_from_file(
+            engine, provider, plugins, threads, optimized, config, profile=profile, provider_options=options
+        )
+        self._use(session, engine)
 
     def _use(self, session: Any, engine: Path) -> None:
         self._session = session
@@ -328,15 +339,17 @@ def ort_message(error: Exception) -> str:
     return text if (short := shortage_in(error)) is None else f"{text} ({short})"
 
 
-def check_serving_graph(engine: Path, session: Any, kv: KvSpec, probes: Sequence[str]) -> None:
-    """Compare the graph's inputs and outputs with the schema and the cache layout."""
+def check_serving_graph(
+    engine: Path, session: Any, kv: KvSpec, probes: Sequence[str], *, samples: bool = False
+) -> None:
+    """Compare the graph's inputs and outputs with the schema and the cache layout; it `samples` if it is to."""
     inputs = {node.name: node for node in session.get_inputs()}
     outputs = {node.name: node for node in session.get_outputs()}
     caches = {tensor.name: tensor for layer in range(len(kv.layers)) for tensor in kv.tensors(layer)}
     aliases = {tensor.output_name for tensor in caches.values()}
     for kind, found, expected in (
-        ("inputs", set(inputs), {*STEP_INPUTS, *caches}),
-        ("outputs", set(outputs), {LOGITS, *aliases, *(PREFIX + probe for probe in probes)}),
+        ("inputs", set(inputs), {*STEP_INPUTS, *caches, *(GRAPH_INPUTS if samples else ())}),
+        ("outputs", set(outputs), {LOGITS, *aliases, *(PREFIX + p for p in probes), *((TOKENS,) if samples else ())}),
     ):
         if found != expected:
             lacks, has = sorted(expected - found)[:3], sorted(found - expected)[:3]

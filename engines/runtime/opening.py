@@ -1,6 +1,9 @@
 """From a bundle to what an engine is made of: backend, cache account, and how it is served unless somebody says."""
 
 from engines.backends.base import DecoderBackend, InferBackend
+from engines.backends.cuda_decoder import CudaDecoder
+from engines.backends.cuda_graphs import ladder_up_to
+from engines.backends.launching import LaunchingDecoder, samples
 from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.backends.ort_tensorrt import model_from_engine_cache
 from engines.backends.tensorrt.opening import model_from_plan
@@ -13,11 +16,15 @@ from engines.runtime.paged_kv import PagedKv
 from engines.runtime.ring_kv import RingKv, ring_blocks
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.sequence import blocks_for
-from engines.sku import host_memory
+from engines.sku import host_memory, runs_code_of
 from passes.onnx_model import DecoderSpec, Tensor
 from plugins.abi import abi_hash
+from plugins.cuda_runtime import PROVIDER as CUDA
+from plugins.cuda_runtime import CudaRuntime
 from plugins.errors import KilnError
 
+_GPU_DEFAULTS = {"max_running": 128, "tokens_per_step": 2048}
+"""A GPU needs more work at a time than a CPU does to be busy; `kiln tune` finds what suits it."""
 _CACHE_SHARE = 4
 """The default cache takes at most one part in so many of the host's memory."""
 
@@ -32,7 +39,11 @@ def model_backend(bundle: EngineBundle, threads: int | None) -> InferBackend:
         weights = None if record.weights is None else bundle.path / record.weights
         return model_from_plan(bundle.engine_path, record.key, inputs, record.profiles, weights)
     return OnnxRuntimeModel(
-        bundle.engine_path, provider=manifest.backend.provider, plugins=bundle.plugin_paths, threads=threads
+        bundle.engine_path,
+        provider=manifest.backend.provider,
+        plugins=bundle.plugin_paths,
+        threads=threads,
+        options=manifest.backend.options,
     )
 
 
@@ -44,7 +55,7 @@ def decoder_backend(
     swap_blocks: int,
     window: int | None,
     threads: int | None,
-) -> OnnxRuntimeDecoder:
+) -> DecoderBackend:
     """The bundle's engine with its cache: of `kv_blocks`, or with `window`, of a ring for each place."""
     if window is not None:
         if kv_blocks is not None or swap_blocks:
@@ -52,9 +63,12 @@ def decoder_backend(
                 "the static cache is max_running rings of window tokens; leave out kv_blocks and swap_blocks"
             )
         kv_blocks = config.max_running * ring_blocks(window, config.tokens_per_step, decoder.kv.block_size)
-    elif kv_blocks is None:
+    if bundle.manifest.backend.provider == CUDA:
+        return _cuda_decoder(bundle, decoder, config, kv_blocks, swap_blocks, window)
+    if kv_blocks is None:
         kv_blocks = default_kv_blocks(decoder, config.max_running)
-    return OnnxRuntimeDecoder(
+    kind = LaunchingDecoder if samples(bundle.engine_path) else OnnxRuntimeDecoder
+    return kind(
         bundle.engine_path,
         decoder.kv,
         kv_blocks,
@@ -63,6 +77,37 @@ def decoder_backend(
         provider=bundle.manifest.backend.provider,
         plugins=bundle.plugin_paths,
         threads=threads,
+    )
+
+
+def _cuda_decoder(
+    bundle: EngineBundle,
+    decoder: DecoderSpec,
+    config: SchedulerConfig,
+    kv_blocks: int | None,
+    swap_blocks: int,
+    window: int | None,
+) -> CudaDecoder:
+    """On the first CUDA device; without `kv_blocks` the cache takes what is left there, as far as it is of use."""
+    runtime = CudaRuntime()
+    built = bundle.manifest.sku
+    if bundle.manifest.plugins and not runs_code_of(built.arch, runtime.arch):
+        raise KilnError(
+            f"{bundle.path} was built for {built.name} ({built.arch}), this machine's GPU is {runtime.name} "
+            f"({runtime.arch}), which does not run that code; build it again with --sku for this GPU: kiln sku detect"
+        )
+    return CudaDecoder(
+        bundle.engine_path,
+        decoder.kv,
+        kv_blocks,
+        max_context=decoder.max_context,
+        most_blocks=config.max_running * blocks_for(decoder.max_context, decoder.kv.block_size),
+        host_blocks=swap_blocks,
+        window=window,
+        plugins=bundle.plugin_paths,
+        ladder=ladder_up_to(config.max_running),
+        options=bundle.manifest.backend.options,
+        runtime=runtime,
     )
 
 
@@ -78,7 +123,8 @@ def default_config(manifest: Manifest) -> SchedulerConfig:
     """What `kiln tune` wrote into the bundle; SchedulerConfig's own defaults for the rest."""
     serving = manifest.serving
     tuned = {} if serving is None else {n: getattr(serving, n) for n in ("max_running", "tokens_per_step")}
-    return SchedulerConfig(**{name: value for name, value in tuned.items() if value is not None})
+    own = _GPU_DEFAULTS if manifest.backend.provider == CUDA else {}
+    return SchedulerConfig(**{**own, **{name: value for name, value in tuned.items() if value is not None}})
 
 
 def default_batching(manifest: Manifest) -> BatchingConfig:

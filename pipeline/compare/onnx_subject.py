@@ -23,6 +23,7 @@ from pipeline.compare.machine import package_versions
 from pipeline.compare.report import Side
 from pipeline.compare.subjects import Subject
 from pipeline.compare.tolerance import PRECISION_OF_DTYPE
+from pipeline.cpu_form import needs_cpu_form, write_cpu_form
 from pipeline.io_layout import permutations_from_path
 from plugins.paged_attention.schema import DOMAIN, EXPORT_DOMAIN, OP_TYPE
 
@@ -65,9 +66,11 @@ def _engine_from_graph(model: OnnxModel, spec: DecoderSpec, threads: int | None,
 
 
 def bound_graph(path: Path, folder: Path) -> Path:
-    """`path` itself if its attention is bound already, else a bound copy in `folder`."""
+    """`path` itself if this machine's CPU runs it, else a copy in `folder`: bound, or in the CPU's form."""
     import onnx
 
+    if needs_cpu_form(path):
+        return write_cpu_form(path, folder)
     proto = load_structure(path)
     exported = [node for node in proto.graph.node if node.op_type == OP_TYPE and node.domain == EXPORT_DOMAIN]
     if not exported:

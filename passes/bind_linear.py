@@ -1,0 +1,128 @@
+"""Products with 16-bit weights become Kiln's CUDA operators (plugins/dense/schema.py). x has shape [..., k]:
+
+1. `Split(MatMul(x, W [k, 2n]), [n, n])` into gate and up, then `QuickGelu(gate, alpha=1) * up` ->
+   `kiln::LinearSwiGlu(x, W^T)`: the gated halves are never written;
+2. `MatMul(x, W [k, n])` -> `kiln::Linear(x, W^T)`; with `Add(., b [n])` after it `kiln::Linear(x, W^T, b)`.
+
+W and b are constants in the 16-bit type; W is transposed once, here. `rows`: up to so many rows take Kiln's own
+kernels, more take cuBLAS; see `kernel_rows` there. Left alone: depths that are no multiple of 8, and batched weights.
+
+Every dot product keeps its terms, summed in FP32 in another order.
+"""
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+from numpy.typing import NDArray
+from onnx_graphsurgeon.ir.tensor import LazyValues
+
+from passes.base import Effect, Outcome
+from passes.low_form import LOW_TYPES, has_type
+from passes.pattern import (
+    CONTRIB,
+    in_scope,
+    only_consumer,
+    other_input,
+    producer,
+    replace_node,
+    rewrite_nodes,
+    static_dim,
+    substitute,
+    values_of,
+)
+from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
+
+_ITEMSIZE = 2
+_VECTOR = 8
+"""Values that a kernel reads at a time: depth, and SwiGLU's width, are multiples of it."""
+
+
+class BindLinear:
+    """Implements `passes.base.Pass`."""
+
+    name = "bind_linear"
+    effect = Effect.REORDERS
+
+    def __init__(self, rows: int = 0) -> None:
+        if not 0 <= rows <= 32:
+            raise ValueError(f"rows is {rows}; expected 0 to 32")
+        self.rows = rows
+
+    def call(self, graph: gs.Graph) -> Outcome:
+        gated = rewrite_nodes(graph, self._gated, ("QuickGelu",), domain=CONTRIB)
+        plain = rewrite_nodes(graph, self._plain, ("MatMul",))
+        return Outcome(gated.rewrites + plain.rewrites, notes=[*gated.notes, *plain.notes])
+
+    def _gated(self, scope: gs.Graph, activation: gs.Node) -> bool:
+        split = producer(activation.inputs[0], "Split")
+        if split is None or float(activation.attrs.get("alpha", 1.702)) != 1.0 or len(split.outputs) != 2:
+            return False
+        gate, up = split.outputs
+        product = only_consumer(scope, activation.outputs[0], "Mul")
+        matmul = producer(split.inputs[0], "MatMul")
+        if activation.inputs[0] is not gate or product is None or matmul is None or not _has_weight(matmul):
+            return False
+        alone = only_consumer(scope, split.inputs[0]) is split and only_consumer(scope, gate) is activation
+        if (
+            not alone
+            or only_consumer(scope, up) is not product
+            or other_input(product, activation.outputs[0]) is not up
+        ):
+            return False
+        width, half = static_dim(matmul.inputs[1], 1), static_dim(gate, -1)
+        if width is None or half is None or width != 2 * half or half % _VECTOR:
+            return False
+        if not all(in_scope(scope, node) for node in (split, product, matmul)):
+            return False
+        weight = _transposed(matmul)
+        attributes = {"kernel_rows": self.rows}
+        substitute(scope, product, LINEAR_SWIGLU.op_type, matmul.inputs[0], weight, domain=LINEAR.domain, **attributes)
+        for node in (activation, split, matmul):
+            replace_node(scope, node)
+        return True
+
+    def _plain(self, scope: gs.Graph, matmul: gs.Node) -> bool:
+        if not _has_weight(matmul):
+            return False
+        last, operands = matmul, [matmul.inputs[0], _transposed(matmul)]
+        add = only_consumer(scope, matmul.outputs[0], "Add")
+        bias = other_input(add, matmul.outputs[0]) if add is not None and in_scope(scope, add) else None
+        width = static_dim(matmul.inputs[1], 1)
+        if add is not None and isinstance(bias, gs.Constant) and list(bias.shape) == [width]:
+            last = add
+            operands.append(bias)
+        substitute(scope, last, LINEAR.op_type, *operands, domain=LINEAR.domain, kernel_rows=self.rows)
+        if last is add:
+            replace_node(scope, matmul)
+        return True
+
+
+def _has_weight(matmul: gs.Node) -> bool:
+    x, weight = matmul.inputs
+    if not isinstance(weight, gs.Constant) or len(weight.shape) != 2 or isinstance(x, gs.Constant):
+        return False
+    typed = any(has_type(x, low) and has_type(weight, low) for low in LOW_TYPES.values())
+    return typed and weight.shape[0] % _VECTOR == 0
+
+
+def _transposed(matmul: gs.Node) -> gs.Constant:
+    return gs.Constant(f"{matmul.outputs[0].name}/weight_by_output", _Transposed(matmul.inputs[1]))
+
+
+class _Transposed(LazyValues):
+    """Another constant's values with the axes swapped, made each time they are asked for."""
+
+    def __init__(self, source: gs.Constant) -> None:
+        self._source, self.dtype, self.shape = source, source.dtype, list(source.shape)[::-1]
+        self.nbytes = int(np.prod(self.shape)) * _ITEMSIZE
+
+    @property
+    def tensor(self) -> onnx.TensorProto:
+        return onnx.numpy_helper.from_array(self.load())
+
+    def load(self) -> NDArray[Any]:
+        values = values_of(self._source)
+        assert values is not None
+        return np.ascontiguousarray(values.T)

@@ -1,0 +1,123 @@
+"""A graph for a GPU in the form that this machine's CPU can run, to judge what passes made of it.
+
+Every operator on 16-bit tensors runs in FP32 between two Casts, so that its result is rounded once, as the GPU's
+operators do; Kiln's CUDA operators become the CPU library's, or the standard operators that they stand for. What a
+graph computes can so be judged without a GPU; the GPU's kernels cannot, and are not: `kiln tune` does that there.
+"""
+
+from pathlib import Path
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from passes.graph import graph_from_path, proto_from_graph, tidy
+from passes.low_form import FP32, LOW_TYPES, has_type
+from passes.manager import link_weights
+from passes.norm_pattern import type_of
+from passes.onnx_model import load_structure
+from passes.pattern import STANDARD
+from passes.scopes import scopes
+from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
+from plugins.paged_attention.schema import DOMAIN, INPUTS, OP_TYPE
+
+_KEPT = frozenset({"Cast", "Gather", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Shape", "Size"})
+"""The CPU has these for every type."""
+_ATTENTION_OPERANDS = [spec.name for spec in INPUTS].index("value") + 1
+"""The rest are caches, in any type, indices, and tables in FP32."""
+_CUDA_ONLY = {(LINEAR.domain, LINEAR.op_type), (LINEAR_SWIGLU.domain, LINEAR_SWIGLU.op_type)}
+
+
+def needs_cpu_form(path: Path) -> bool:
+    """Whether a serving graph holds operators that only the CUDA library has, or BF16, which the CPU lacks."""
+    proto = load_structure(path)
+    types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.value_info}
+    if onnx.TensorProto.BFLOAT16 in types.values():
+        return True
+    for node in proto.graph.node:
+        if (node.domain, node.op_type) in _CUDA_ONLY:
+            return True
+        if (node.domain, node.op_type) == (DOMAIN, OP_TYPE) and types.get(node.input[0], 1) != 1:
+            return True
+    return False
+
+
+def write_cpu_form(path: Path, folder: Path) -> Path:
+    """The CPU's form of a graph, in `folder`; weights are linked. Inputs, outputs and caches keep their types."""
+    graph = graph_from_path(path)
+    for scope in scopes(graph):
+        _Rewriting(scope).run()
+    tidy(graph)
+    metadata = {entry.key: entry.value for entry in load_structure(path).metadata_props}
+    link_weights(path, folder)
+    target = folder / f"cpu-{path.name}"
+    target.write_bytes(proto_from_graph(graph, metadata).SerializeToString())
+    return target
+
+
+class _Rewriting:
+    """One scope's."""
+
+    def __init__(self, scope: gs.Graph) -> None:
+        self.scope = scope
+        self.nodes: list[gs.Node] = []
+        self.wide: dict[int, gs.Tensor] = {}
+
+    def run(self) -> None:
+        for node in list(self.scope.nodes):
+            if node.op in _KEPT and node.domain == STANDARD:
+                self.nodes.append(node)
+            elif (node.domain, node.op) == (DOMAIN, OP_TYPE):
+                self._widen(node, _ATTENTION_OPERANDS, 1)
+            else:
+                self._widen(node, len(node.inputs), len(node.outputs))
+        self.scope.nodes = self.nodes
+
+    def _widen(self, node: gs.Node, inputs: int, outputs: int) -> None:
+        for index in range(min(inputs, len(node.inputs))):
+            if _is_low(node.inputs[index]):
+                node.inputs[index] = self._as_wide(node.inputs[index])
+        after = []
+        for index in range(min(outputs, len(node.outputs))):
+            low = node.outputs[index]
+            if _is_low(low):
+                wide = gs.Variable(f"{low.name}/wide", FP32, low.shape)
+                node.outputs[index] = wide
+                after.append(_cast(wide, low))
+        self.nodes += [*self._in_standard_form(node), *after]
+
+    def _as_wide(self, tensor: gs.Tensor) -> gs.Tensor:
+        if id(tensor) not in self.wide:
+            self.wide[id(tensor)] = wide = gs.Variable(f"{tensor.name}/widened", FP32, tensor.shape)
+            self.nodes.append(_cast(tensor, wide))
+        return self.wide[id(tensor)]
+
+    def _in_standard_form(self, node: gs.Node) -> list[gs.Node]:
+        if node.domain != LINEAR.domain or node.op not in (LINEAR.op_type, LINEAR_SWIGLU.op_type):
+            return [node]
+        (x, weight, *bias), (y,) = list(node.inputs), list(node.outputs)
+        node.inputs.clear()
+        node.outputs.clear()
+        made: list[gs.Node] = []
+
+        def value(op: str, *operands: gs.Tensor, outputs: int = 1, domain: str = STANDARD, **attributes: object):
+            results = [gs.Variable(f"{y.name}/cpu{len(made)}_{n}", FP32) for n in range(outputs)]
+            made.append(gs.Node(op, f"{y.name}/cpu{len(made)}", attributes, list(operands), results, domain=domain))
+            return results if outputs > 1 else results[0]
+
+        product = value("MatMul", x, value("Transpose", weight, perm=[1, 0]))
+        if bias:
+            product = value("Add", product, bias[0])
+        if node.op == LINEAR_SWIGLU.op_type:
+            gate, up = value("Split", product, outputs=2, axis=-1, num_outputs=2)
+            product = value("Mul", value("Mul", gate, value("Sigmoid", gate)), up)
+        made[-1].outputs[0] = y
+        return made
+
+
+def _is_low(tensor: gs.Tensor) -> bool:
+    return any(has_type(tensor, low) for low in LOW_TYPES.values())
+
+
+def _cast(source: gs.Tensor, target: gs.Tensor) -> gs.Node:
+    to = type_of(target)
+    return gs.Node("Cast", f"{target.name}/cast", {"to": to}, [source], [target], domain=STANDARD)

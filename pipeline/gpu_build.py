@@ -1,0 +1,88 @@
+"""What a build for an NVIDIA GPU does otherwise, on a machine that need not have one: plugins, check, what stays open.
+
+The graph is checked in the form that this machine's CPU runs (`pipeline.cpu_form`). Its kernels are compiled here and
+run nowhere yet: that, and what only a measurement can choose, is left to `kiln tune` on a machine of the SKU's type,
+which has logits in the bundle to compare with. Knows no pass and no backend.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from engines.manifest import PluginRecord
+from engines.sku import Sku
+from passes.manager import link_or_copy
+from passes.onnx_model import DecoderSpec, OnnxModel, load_structure
+from pipeline.compare.onnx_subject import bound_graph
+from pipeline.config import Precision
+from pipeline.cpu_form import write_cpu_form
+from pipeline.expected import EXPECTED, expected_from_graph, expected_from_torch
+from pipeline.load import TorchModel
+from plugins.abi import abi_hash
+from plugins.build import cpu_library
+from plugins.cuda_build import cuda_library
+from plugins.errors import KilnError
+from plugins.paged_attention.schema import DOMAIN, OP_TYPE
+
+HEAD_SIZES = (64, 96, 128, 256)
+"""Those that the CUDA attention is built for."""
+BLOCK_GRAIN = 16
+"""Its block sizes are multiples of this."""
+PLUGINS = "plugins"
+UNVERIFIED_KERNELS = "the GPU's kernels did not run: the check was of the graph, on this machine's CPU"
+UNMEASURED = "batch sizes and tokens of a step are defaults, nothing was measured"
+
+
+def refuse_gpu_decoder(decoder: DecoderSpec, sku: Sku, precision: Precision) -> None:
+    """Raise KilnError for a decoder that the CUDA attention does not carry."""
+    if precision == "fp32":
+        raise KilnError(
+            f"--precision is fp32, but the attention of {sku.name} computes in 16 bits: choose --precision fp16 or bf16"
+        )
+    sizes = sorted({layer.head_dim for layer in decoder.kv.layers} - set(HEAD_SIZES))
+    if sizes:
+        raise KilnError(
+            f"the model has attention heads of {', '.join(map(str, sizes))}; the attention of {sku.name} is built for "
+            f"{', '.join(map(str, HEAD_SIZES))}: use --sku cpu"
+        )
+    if decoder.kv.block_size % BLOCK_GRAIN:
+        raise KilnError(
+            f"--block-size is {decoder.kv.block_size}; the attention of {sku.name} takes multiples of {BLOCK_GRAIN}"
+        )
+
+
+def gpu_plugin(folder: Path, sku: Sku) -> PluginRecord:
+    """Compile the operator library for the SKU's architectures into a bundle's folder.
+
+    Raises KilnError without nvcc, saying what to install.
+    """
+    library = cuda_library(sku.plugin_architectures)
+    link_or_copy(library, folder / PLUGINS / library.name)
+    return PluginRecord(file=f"{PLUGINS}/{library.name}", operator=f"{DOMAIN}::{OP_TYPE}", abi_hash=abi_hash())
+
+
+def provider_options(sku: Sku, model: OnnxModel) -> dict[str, str]:
+    """The SKU's own for its provider, and channels-last kernels for convolutions: docs/benchmarks/gpu.md."""
+    options = {name: str(int(value) if isinstance(value, bool) else value) for name, value in sku.options.items()}
+    convolves = any(node.op_type == "Conv" for node in load_structure(model.path).graph.node)
+    return {**options, "prefer_nhwc": "1"} if convolves else options
+
+
+@contextmanager
+def runnable(model: OnnxModel) -> Iterator[OnnxModel]:
+    """The model in the form that this machine's CPU runs, as long as it is needed."""
+    with tempfile.TemporaryDirectory(prefix="kiln-gpu-check-") as folder:
+        yield replace(model, path=write_cpu_form(model.path, Path(folder)))
+
+
+def write_expected(source: OnnxModel, torch_model: TorchModel | None, decoder: DecoderSpec, folder: Path) -> str:
+    """Write what the model gives in FP32 for some texts into a bundle's folder; returns the file's name."""
+    if torch_model is not None:
+        found = expected_from_torch(torch_model, decoder)
+    else:
+        with tempfile.TemporaryDirectory(prefix="kiln-gpu-check-") as work:
+            found = expected_from_graph(bound_graph(source.path, Path(work)), source, [cpu_library()])
+    found.save(folder / EXPECTED)
+    return EXPECTED
