@@ -28,7 +28,7 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt requirements-zoo.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -c constraints.txt -e '.[cpu,models,serve,capi,dev]'
+	$(BIN)/pip install -c constraints.txt -e '.[cpu,models,serve,capi,docs,dev]'
 	$(BIN)/pip install --no-deps -r requirements-zoo.txt
 	$(BIN)/python -m plugins.build
 	touch $@
