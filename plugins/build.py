@@ -32,6 +32,7 @@ _SOURCES = (
     *("paged_attention/cpu.cc", "paged_attention/check.cc", "paged_attention/ort.cc"),
     *("elementwise/cpu.cc", "elementwise/ort.cc"),
     *("quant_matmul/cpu.cc", "quant_matmul/ort.cc"),
+    *("sampling/cpu.cc", "sampling/ort.cc"),
     *("isa.cc", "register.cc", "measure.cc"),
 )
 # Instruction sets by machine; must agree with the dispatch in isa.h. Never -march=native: the

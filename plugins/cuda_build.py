@@ -35,6 +35,7 @@ SOURCES = (
     *("paged_attention/cuda_hopper.cu", "paged_attention/cuda_ort.cc"),
     *("dense/cuda.cu", "dense/cuda_hopper.cu", "dense/cuda_portable.cu", "dense/cuda_library.cu", "dense/cuda_ort.cc"),
     *("elementwise/cuda.cu", "elementwise/cuda_ort.cc"),
+    *("sampling/cuda.cu", "sampling/cuda_ort.cc"),
     *("cuda_register.cc",),
 )
 ONLY_ON = {"paged_attention/cuda_hopper.cu": ("sm_90",), "dense/cuda_hopper.cu": ("sm_90",)}

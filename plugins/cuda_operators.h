@@ -11,5 +11,6 @@ namespace kiln::ort {
 std::vector<const OrtCustomOp*> cuda_paged_attention_operators();
 std::vector<const OrtCustomOp*> cuda_dense_operators();
 std::vector<const OrtCustomOp*> cuda_elementwise_operators();
+std::vector<const OrtCustomOp*> cuda_sampling_operators();
 
 }  // namespace kiln::ort

@@ -7,6 +7,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
                                                                                const OrtApiBase* base) {
   using namespace kiln::ort;
   return register_operators(options, base, [] {
-    return joined({cuda_paged_attention_operators(), cuda_dense_operators(), cuda_elementwise_operators()});
+    return joined({cuda_paged_attention_operators(), cuda_dense_operators(), cuda_elementwise_operators(),
+                   cuda_sampling_operators()});
   });
 }

@@ -11,5 +11,6 @@ namespace kiln::ort {
 std::vector<const OrtCustomOp*> paged_attention_operators();
 std::vector<const OrtCustomOp*> elementwise_operators();
 std::vector<const OrtCustomOp*> quant_matmul_operators();
+std::vector<const OrtCustomOp*> sampling_operators();
 
 }  // namespace kiln::ort

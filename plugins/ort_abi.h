@@ -60,7 +60,7 @@ namespace kiln::ort {
 
 constexpr uint32_t kApiVersion = 24;
 
-enum ElementType { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kFloat16 = 10, kBfloat16 = 16 };
+enum ElementType { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kFloat16 = 10, kBfloat16 = 16 };
 enum Characteristic { kRequired = 0, kOptional = 1 };
 enum ErrorCode { kFail = 1, kInvalidArgument = 2 };
 

@@ -6,6 +6,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
                                                                                const OrtApiBase* base) {
   using namespace kiln::ort;
   return register_operators(options, base, [] {
-    return joined({paged_attention_operators(), elementwise_operators(), quant_matmul_operators()});
+    return joined({paged_attention_operators(), elementwise_operators(), quant_matmul_operators(),
+                   sampling_operators()});
   });
 }

@@ -47,6 +47,12 @@ class SamplingInputs:
     seed: NDArray[np.int64]
     sample_position: Int32Array
 
+    @classmethod
+    def greedy(cls, rows: int) -> "SamplingInputs":
+        """The most likely token for every row."""
+        integers, floats = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
+        return cls(floats, integers, floats, floats, np.zeros(rows, np.int64), integers)
+
 
 @dataclass(frozen=True)
 class StepResult:

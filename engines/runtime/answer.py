@@ -6,18 +6,23 @@
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engines.runtime.guidance import GuideState
 from engines.runtime.metrics import EngineMetrics
+from engines.runtime.packing import GREEDY, RowSampling
 from engines.runtime.request import FinishReason, SamplingParams, TokenChunk
 from engines.runtime.sampler import logprobs_of
 from engines.runtime.sequence import Sequence
 from engines.runtime.speculation import PromptLookup
 from engines.runtime.stream import Stream
 from engines.runtime.tokenizer import TextStream
+
+_MOST_TOP_K = 2**31 - 1
+"""Of an int32; more keeps all tokens anyway."""
 
 
 @dataclass(eq=False)
@@ -28,6 +33,8 @@ class Answer:
     sampling: SamplingParams
     generator: np.random.Generator
     stream: Stream
+    seed: int = 0
+    """Of the draws that a step makes by itself."""
     eos: frozenset[int] = frozenset()
     """Tokens that end it."""
     text: TextStream | None = None
@@ -42,6 +49,25 @@ class Answer:
     def __post_init__(self) -> None:
         # Its end depends on its text, so each token's text is made before the next step; else it may wait.
         self._new_text: str | None = "" if self.sampling.stop else None
+
+    @property
+    def chosen_on_host(self) -> bool:
+        """Whether its tokens depend on more than logits and seed: on what came before, or on guidance."""
+        return self.guide is not None or self.sampling.adjusts_logits
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether its next token takes logits on the host."""
+        return self.chosen_on_host or self.sampling.logprobs is not None or bool(self.forks)
+
+    @cached_property
+    def row_sampling(self) -> RowSampling:
+        """How a step samples for it."""
+        if self.chosen_on_host:
+            return GREEDY
+        how = self.sampling
+        seed = self.seed - (1 << 64) if self.seed >> 63 else self.seed
+        return RowSampling(how.temperature, min(how.top_k or 0, _MOST_TOP_K), how.top_p, how.min_p, seed)
 
     def draft(self) -> tuple[int, ...]:
         """Tokens that may come next: those that the guidance requires, or those that followed before."""

@@ -35,7 +35,7 @@ from engines.runtime.opening import (
 )
 from engines.runtime.prefix_cache import salt_of_tenant
 from engines.runtime.request import Completion, Guidance, Request, SamplingParams
-from engines.runtime.sampler import generator_from_seed
+from engines.runtime.sampler import device_seed, generator_from_seed
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.sequence import Lane, Sequence
 from engines.runtime.speculation import PromptLookup
@@ -313,6 +313,7 @@ class Engine:
             sampling,
             generator_from_seed(sampling.seed, choice),
             Stream(len(token_ids), lambda: worker.cancel(sequence.id)),
+            device_seed(sampling.seed, choice),
             eos=frozenset() if sampling.ignore_eos else frozenset(self._decoder.eos_token_ids),
             guide=None if guide is None else guide.start(),
             lookup=PromptLookup(worker.speculate) if worker.speculate else None,

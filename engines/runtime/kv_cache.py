@@ -80,8 +80,8 @@ class KvCache(Protocol):
         """Room for `tokens` more than are computed, which only this sequence writes to; False if it is not there."""
         ...
 
-    def advance(self, sequence: Running, start: int) -> None:
-        """Note that positions from `start` to `sequence.computed` are in the cache."""
+    def advance(self, sequence: Running, start: int, end: int) -> None:
+        """Note that positions from `start` to `end` are in the cache, and their tokens known."""
         ...
 
     def fork(self, parent: Running, child: Running) -> bool:

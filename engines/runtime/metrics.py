@@ -36,6 +36,15 @@ class EngineMetrics:
         """Count a request by its finish reason, or `refused`."""
         self._finished.labels(self._model, outcome).inc()
 
+    def handed_out(self, tokens: int, arrival: float, latest: float | None, now: float) -> None:
+        """Count tokens of an answer that arrived at one time and got its latest token, if any, at another."""
+        if latest is None:
+            self.first_token_seconds.observe(now - arrival)
+        else:
+            for _ in range(tokens):
+                self.inter_token_seconds.observe((now - latest) / tokens)
+        self.generated_tokens.inc(tokens)
+
     def gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         """A value that is read whenever somebody asks; `read` is called from any thread."""
         gauge = Gauge(f"kiln_{name}", help_text, ["model"], registry=self.registry)

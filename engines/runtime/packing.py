@@ -1,9 +1,12 @@
 """Turns the scheduler's batch into the arrays of one step. The only place where positions become slots."""
 
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
 import numpy as np
 
-from engines.backends.base import Int32Array, StepInputs
-from engines.runtime.scheduler import Batch
+from engines.backends.base import Int32Array, SamplingInputs, StepInputs
+from engines.runtime.batch import Batch
 from engines.runtime.sequence import blocks_for
 
 
@@ -52,3 +55,40 @@ def _last_rows(batch: Batch, cumulative: Int32Array) -> Int32Array:
     ends = np.repeat(cumulative[1:], rows)
     within = np.arange(len(ends), dtype=np.int32) - np.repeat(np.cumsum(rows, dtype=np.int32), rows)
     return ends + within
+
+
+class RowSampling(NamedTuple):
+    """How one row of logits is sampled, in the words of `plugins.sampling.schema`; the seed as an int64."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 0)
+
+
+def sampling_inputs(rows: Sequence[RowSampling], inputs: StepInputs) -> SamplingInputs:
+    """Arrays for the rows of a step, in the order of its logits."""
+    columns = zip(*rows, strict=True) if rows else [()] * len(RowSampling._fields)
+    temperature, top_k, top_p, min_p, seed = columns
+    with np.errstate(over="ignore", under="ignore"):  # a temperature beyond float32 is infinite there, or greedy
+        return SamplingInputs(
+            np.array(temperature, np.float32),
+            np.array(top_k, np.int32),
+            np.array(top_p, np.float32),
+            np.array(min_p, np.float32),
+            np.array(seed, np.int64),
+            inputs.position_ids[inputs.logits_indices] + 1,
+        )
+
+
+def feed_from_batch(batch: Batch, inputs: StepInputs, rows: Mapping[int, int]) -> Int32Array:
+    """Which row of the step launched before gives each input id, by sequence in `rows`; -1: the id is known."""
+    feed = np.full(len(inputs.input_ids), -1, np.int32)
+    if rows:
+        sources = (rows[chunk.sequence.id] if chunk.sequence.unknown else -1 for chunk in batch)
+        feed[inputs.cumulative_sequence_length[:-1]] = np.fromiter(sources, np.int32, len(batch))
+    return feed

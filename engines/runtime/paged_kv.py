@@ -94,8 +94,8 @@ class PagedKv:
         sequence.blocks.extend(blocks)
         return True
 
-    def advance(self, sequence: Sequence, start: int) -> None:
-        self.prefixes.publish(sequence, start)
+    def advance(self, sequence: Sequence, start: int, end: int) -> None:
+        self.prefixes.publish(sequence, start, end)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         shared = parent.blocks[: blocks_for(parent.computed, self.block_size)]
@@ -157,7 +157,7 @@ class PagedKv:
             pairs = zip(sequence.host_blocks[shared:], sequence.blocks[shared:], strict=False)
             self._moves.extend((self.total + source, target) for source, target in pairs)
             known, sequence.computed = sequence.computed, sequence.saved
-            self.prefixes.publish(sequence, known)
+            self.prefixes.publish(sequence, known, sequence.computed)
         self._release_host(sequence)
 
     def _release_host(self, sequence: Sequence) -> None:

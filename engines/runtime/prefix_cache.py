@@ -69,11 +69,11 @@ class PrefixCache:
         sequence.computed = len(blocks) * self.block_size
         return sequence.computed
 
-    def publish(self, sequence: Sequence, before: int) -> None:
-        """Name the blocks that filled up since `before` tokens were computed."""
+    def publish(self, sequence: Sequence, start: int, end: int) -> None:
+        """Name the blocks that filled up when tokens from `start` to `end` were computed."""
         if not self.enabled:
             return
-        first, last = before // self.block_size, sequence.computed // self.block_size
+        first, last = start // self.block_size, end // self.block_size
         if first == last:
             return
         names = self._names(sequence, last)

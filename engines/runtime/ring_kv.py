@@ -75,7 +75,7 @@ class RingKv:
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         return True
 
-    def advance(self, sequence: Sequence, start: int) -> None:
+    def advance(self, sequence: Sequence, start: int, end: int) -> None:
         pass
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:

@@ -4,6 +4,7 @@ Each request brings its own generator, and a row is treated by itself, so a requ
 same tokens whatever else runs. One draw is used per sampled token, none by greedy.
 """
 
+import secrets
 from array import array
 from typing import Protocol
 
@@ -34,11 +35,29 @@ class Mask(Protocol):
         ...
 
 
+def require_token(token: int) -> None:
+    """Raise NonFiniteLogitsError for what a step that samples by itself gives for a row without usable logits."""
+    if token < 0:
+        raise NonFiniteLogitsError("the logits have a NaN or no finite maximum; expected finite numbers")
+
+
 def generator_from_seed(seed: int | None, choice: int = 0) -> np.random.Generator:
     """An answer's own generator; without a seed it comes from the operating system. Choices of one request differ."""
     if seed is None or not choice:
         return np.random.Generator(np.random.PCG64(seed))
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(choice,))))
+
+
+def device_seed(seed: int | None, choice: int = 0) -> int:
+    """The 64 bits that seed an answer's draws where the step samples by itself (`plugins.sampling`).
+
+    Those numbers are others than `generator_from_seed`'s. Without a seed they come from the operating system.
+    """
+    if seed is None:
+        return secrets.randbits(64)
+    if not choice:
+        return seed
+    return int(np.random.SeedSequence(seed, spawn_key=(choice,)).generate_state(1, np.uint64)[0])
 
 
 def choose(

@@ -20,7 +20,9 @@ seconds of any monotonic clock. Rules:
    and none is sampled twice.
 5. While nothing runs and fewer than `max_running` wait, a first step may be put off by up to `batch_wait` seconds
    after the oldest arrival, so that requests that arrive together start together.
-6. Drafted tokens are computed along where a step has no prompts, within `tokens_per_step`, and where blocks are there
+6. Where steps are launched before those before them have ended, nobody has to give way meanwhile: what would take
+   that is asked for again when none is in flight.
+7. Drafted tokens are computed along where a step has no prompts, within `tokens_per_step`, and where blocks are there
    without preemption.
 """
 
@@ -29,8 +31,11 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from engines.runtime.batch import Batch as Batch
+from engines.runtime.batch import Chunk as Chunk
 from engines.runtime.block_pool import BlockHash
 from engines.runtime.kv_cache import KvCache
+from engines.runtime.launched import LaunchedSteps, StepLoad, load_of_batch
 from engines.runtime.sequence import LANES, Lane, Sequence
 from engines.runtime.step_cost import StepCost
 from plugins.errors import KilnError
@@ -75,6 +80,9 @@ class SchedulerConfig:
     """Most tokens of an answer that a step tries ahead, found by looking up the last ones before; 0: off."""
     overlap: bool = True
     """Whether a step's text and readers are served while the next one computes."""
+    run_ahead: bool = True
+    """Whether the next step is launched before this one's tokens are known, where the backend takes it; with
+    `speculate`, it never is."""
 
     def __post_init__(self) -> None:
         if self.max_running < 1:
@@ -98,38 +106,14 @@ class SchedulerConfig:
             raise KilnError(f"max_waiting is {self.max_waiting}; expected at least 1")
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """`length` tokens of one sequence from `start` on: known ones, then those of `draft`."""
-
-    sequence: Sequence
-    start: int
-    length: int
-    draft: tuple[int, ...] = ()
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-    @property
-    def known_end(self) -> int:
-        return self.end - len(self.draft)
-
-    @property
-    def rows(self) -> int:
-        """Logits that are wanted: none unless the chunk has the last known token, then one more than drafted tokens."""
-        return 1 + len(self.draft) if self.known_end == len(self.sequence.token_ids) else 0
-
-
-Batch = tuple[Chunk, ...]
-"""One step: at most one chunk per sequence, decode tokens first."""
-
-
 class Scheduler:
     """Queues and running set.
 
     The caller runs `schedule`, moves what `kv.take_moves` says, computes, and calls `advance`; then for each sequence
     with logits it appends tokens, calls `confirm` for those that were drafted, and `fork` and `finish` as it likes.
+
+    Or it launches the step, calls `launch`, and goes on to schedule the next one, in which sequences take part whose
+    tokens are being chosen. `settle` follows, or `abandon`, when the oldest launched step has ended.
     """
 
     def __init__(self, kv: KvCache, config: SchedulerConfig) -> None:
@@ -137,6 +121,7 @@ class Scheduler:
         self.config = config
         self.preemptions = 0
         self.cost = StepCost()
+        self._launched = LaunchedSteps()
         self._batch_credit = 0.0  # steps that are due to the batch lane
         self._waiting: dict[Lane, dict[int, Sequence]] = {lane: {} for lane in LANES}  # by id, in the order of turns
         self._running: dict[int, Sequence] = {}  # by id, in order of admission
@@ -186,8 +171,19 @@ class Scheduler:
             return 0.0
         return max(0.0, min(sequence.arrival for sequence in waiting) + self.config.batch_wait - now)
 
-    def schedule(self, now: float) -> Batch:
-        """Admit what fits and return the next step; empty only when there is no work."""
+    def schedule(self, now: float) -> Batch | None:
+        """Admit what fits and return the next step; empty only when there is no work that is not launched already.
+
+        None: somebody has to give way, which takes that no launched step is left.
+        """
+        credit = self._batch_credit
+        try:
+            return self._next_step(now)
+        except _StepsInFlight:
+            self._batch_credit = credit
+            return None
+
+    def _next_step(self, now: float) -> Batch:
         self._admit(now)
         lanes = self._lanes_of_step()
         decoding = self._decoding_with_blocks(lanes)
@@ -203,25 +199,46 @@ class Scheduler:
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """Learn what a step took, before `advance`."""
-        prompts = [chunk for chunk in batch if not chunk.sequence.decoding]
-        drafted = sum(len(chunk.draft) for chunk in batch)
-        if not drafted:
-            tokens = sum(chunk.length for chunk in prompts)
-            depth = prompts[0].start if prompts else 0
-            self.cost.observe(len(batch) - len(prompts), tokens, depth, seconds)
+        self._learn(load_of_batch(batch), seconds)
+
+    def _learn(self, load: StepLoad, seconds: float) -> None:
+        if not load.drafted:
+            self.cost.observe(load.decoding, load.tokens, load.depth, seconds)
 
     def advance(self, batch: Batch) -> None:
         """Note that the known tokens of a step are in the cache."""
         for chunk in batch:
             assert chunk.sequence.computed == chunk.start
             chunk.sequence.computed = chunk.known_end
-            self.kv.advance(chunk.sequence, chunk.start)
+            self.kv.advance(chunk.sequence, chunk.start, chunk.known_end)
+
+    def launch(self, batch: Batch) -> None:
+        """Note that a step was launched."""
+        prompts = (chunk.sequence for chunk in batch if not chunk.sequence.decoding)
+        self._launched.launch(batch, (name for sequence in prompts for name in self.kv.coming(sequence)))
+
+    def settle(self, seconds: float) -> None:
+        """Note that the oldest launched step has ended, all of whose tokens are known, and took so long."""
+        step, gone = self._launched.land()
+        self._learn(step.load, seconds)
+        for chunk in step.batch:
+            if chunk.sequence.id in self._running:  # of one that has ended, an earlier step may have failed
+                self.kv.advance(chunk.sequence, chunk.start, chunk.end)
+        self._release(gone)
+
+    def abandon(self) -> None:
+        """Note that the oldest launched step has failed; the caller has finished its sequences, or does so now."""
+        self._release(self._launched.land()[1])
+
+    def _release(self, gone: list[Sequence]) -> None:
+        for sequence in gone:
+            self.kv.give_up(sequence, resumes=False)
 
     def confirm(self, sequence: Sequence) -> None:
         """Note that the token just appended is the drafted one, which the step has computed along."""
         assert sequence.pending == 1
         sequence.computed += 1
-        self.kv.advance(sequence, sequence.computed - 1)
+        self.kv.advance(sequence, sequence.computed - 1, sequence.computed)
 
     def fork(self, parent: Sequence, child: Sequence, token: int) -> None:
         """Start `child`, which has the parent's tokens, and then `token`, the first of its own.
@@ -242,18 +259,22 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence, waiting or running, at any moment between steps; it owns no blocks afterwards.
 
-        Raises ValueError for one that is not here.
+        One that a launched step writes for keeps its blocks until that has ended. Raises ValueError for one that is not
+        here.
         """
         if self._running.pop(sequence.id, None) is None and self._waiting[sequence.lane].pop(sequence.id, None) is None:
             raise ValueError(f"sequence {sequence.id} is neither waiting nor running")
-        self.kv.give_up(sequence, resumes=False)
+        if sequence.in_flight:
+            self._launched.leave(sequence)
+        else:
+            self.kv.give_up(sequence, resumes=False)
 
     def check(self) -> None:
         """Verify the whole account of the cache. For tests."""
-        self.kv.check(self.running, self.waiting)
+        self.kv.check((*self.running, *self._launched.leaving), self.waiting)
 
     def _admit(self, now: float) -> None:
-        coming = {name for running in self._running.values() for name in self._coming(running)}
+        coming = {name for running in self._running.values() for name in self._coming(running)} | self._launched.coming
         deferred = 0
         for sequence in self._turns(now):
             if coming and self.kv.next_unknown(sequence) in coming:
@@ -316,7 +337,7 @@ class Scheduler:
         """Running sequences that take one token, each with a block for it; some may be preempted for that."""
         kept: list[Sequence] = []
         order = sorted(
-            (sequence for sequence in self._running.values() if sequence.decoding and sequence.lane in lanes),
+            (s for s in self._running.values() if s.decoding and s.lane in lanes and not s.awaits_end),
             key=_cost_to_repeat,
             reverse=True,
         )
@@ -335,6 +356,8 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        if self._launched:
+            raise _StepsInFlight
         del self._running[sequence.id]
         self.kv.give_up(sequence, resumes=True)
         sequence.preemptions += 1
@@ -357,6 +380,10 @@ class Scheduler:
                 draft = ()
             budget -= len(draft)
             yield Chunk(sequence, sequence.computed, 1 + len(draft), draft)
+
+
+class _StepsInFlight(Exception):  # noqa: N818 (no error: the caller lands them and asks again)
+    """Somebody would have to give way while launched steps write for it."""
 
 
 def _prompt_chunks(prompts: list[Sequence], budget: int) -> Iterator[Chunk]:

@@ -16,7 +16,8 @@ class Sequence:
     """Tokens and cache state of one request.
 
     Invariants: `computed <= len(token_ids)`; while it runs, `blocks` cover every position that is computed or in the
-    next step.
+    next step. Where steps are launched ahead, a position counts as computed from the launch on, and the tokens that
+    such a step chooses stand in `token_ids` without their value: the last `unknown` ones.
     """
 
     __slots__ = (
@@ -28,6 +29,7 @@ class Sequence:
         "draft",
         "host_blocks",
         "id",
+        "in_flight",
         "lane",
         "max_tokens",
         "preemptions",
@@ -35,6 +37,7 @@ class Sequence:
         "salt",
         "saved",
         "token_ids",
+        "unknown",
     )
 
     def __init__(
@@ -65,6 +68,8 @@ class Sequence:
         self.draft: tuple[int, ...] = ()  # tokens that may follow; the next step may compute them along
         self.host_blocks = array("i")  # of its cache content, while it waits
         self.saved = 0  # leading tokens whose keys and values are in host_blocks
+        self.in_flight = 0  # launched steps that write to its blocks
+        self.unknown = 0  # tokens at the end that launched steps choose
 
     @property
     def generated(self) -> int:
@@ -87,6 +92,12 @@ class Sequence:
 
     @property
     def used_up(self) -> bool:
+        """All of its tokens are there and known."""
+        return self.generated - self.unknown >= self.max_tokens
+
+    @property
+    def awaits_end(self) -> bool:
+        """Its last token is being chosen: no step takes it any more."""
         return self.generated >= self.max_tokens
 
     @property
@@ -99,6 +110,18 @@ class Sequence:
         if self.pending or self.used_up:
             raise ValueError(f"sequence {self.id} cannot take a token: {self.pending} pending, {self.generated} made")
         self.token_ids.append(token)
+
+    def expect(self) -> None:
+        """Make room for the token that a launched step chooses."""
+        assert not self.pending
+        assert not self.awaits_end
+        self.token_ids.append(0)
+        self.unknown += 1
+
+    def learn(self, token: int) -> None:
+        """Note the first of the tokens that were expected."""
+        self.token_ids[len(self.token_ids) - self.unknown] = token
+        self.unknown -= 1
 
 
 def blocks_for(positions: int, block_size: int) -> int:

@@ -6,47 +6,39 @@ that has its outcome are free while the engine is open.
 
 With `overlap`, a step runs on a thread of its own while this one hands out what the step before gave: text,
 log-probabilities, waking readers. What decides how to go on (the token, its end, a stop string) is never put off.
+
+With `run_ahead` and a backend that samples by itself, the next step is launched while this one runs, as if every
+sequence went on. The token that a sequence gets after its end is thrown away, and its blocks are free when the step
+that made it has ended: at most two steps after its outcome. A step with an answer that takes logits on the host
+(guidance, penalties, biases, log-probabilities, several answers to come) waits for those before it and runs alone.
 """
 
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
 from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.base import DecoderBackend
+from engines.backends.base import DecoderBackend, LaunchingBackend, StepInputs
 from engines.runtime.answer import Answer, Outbox
+from engines.runtime.batch import Batch, Chunk
+from engines.runtime.in_flight import StepsInFlight
+from engines.runtime.intake import Intake
 from engines.runtime.kv_cache import KvCache
 from engines.runtime.metrics import EngineMetrics
 from engines.runtime.packing import step_inputs_from_batch
 from engines.runtime.request import FinishReason
-from engines.runtime.sampler import choose
-from engines.runtime.scheduler import Batch, Chunk, QueueFullError, Scheduler, SchedulerConfig
-from engines.runtime.sequence import LANES
-from plugins.errors import KilnError
-
-_KV_COUNTS = {
-    "prefix_lookups": "Sequences that asked for a known beginning",
-    "prefix_hits": "Sequences that found one",
-    "prefix_saved_tokens": "Tokens that needed no computing because of that",
-    "copied_blocks": "Blocks copied because two sequences shared them and one wrote",
-    "swapped_blocks": "Blocks taken to host memory",
-}
+from engines.runtime.sampler import choose, require_token
+from engines.runtime.scheduler import QueueFullError, Scheduler, SchedulerConfig
+from engines.runtime.scheduler_metrics import expose_scheduler
 
 
 class DecodeWorker:
     """Runs answers on a decoder backend, which it owns from now on, until `close`."""
 
-    def __init__(
-        self,
-        backend: DecoderBackend,
-        kv: KvCache,
-        config: SchedulerConfig,
-        metrics: EngineMetrics,
-    ) -> None:
+    def __init__(self, backend: DecoderBackend, kv: KvCache, config: SchedulerConfig, metrics: EngineMetrics) -> None:
         self.backend = backend
         self.kv = kv
         self.scheduler = Scheduler(kv, config)
@@ -55,14 +47,11 @@ class DecodeWorker:
         self._broken: list[tuple[Answer, BaseException]] = []  # whose text could not be made
         self._active: dict[int, Answer] = {}  # worker thread only, like all above
         self._parents: dict[int, Answer] = {}  # of answers that are still in the `forks` of another
+        self._flight = StepsInFlight(backend, self.scheduler) if isinstance(backend, LaunchingBackend) else None
+        self._run_ahead = config.run_ahead and not config.speculate
         self._steps = ThreadPoolExecutor(1, "kiln-step") if config.overlap else None
-        self._changed = threading.Condition()  # guards what follows
-        self._arrivals: list[Answer] = []
-        self._cancelled: list[int] = []
-        self._next_id = 0
-        self._closing = False
-        self._failure: BaseException | None = None
-        self._expose(metrics)
+        self._intake = Intake()
+        expose_scheduler(metrics, self.scheduler, kv)
         self._thread = threading.Thread(target=self._run, name="kiln-decode", daemon=True)
         self._thread.start()
 
@@ -74,61 +63,37 @@ class DecodeWorker:
     @property
     def failure(self) -> BaseException | None:
         """The error that ended the worker by itself: nothing is answered any more."""
-        return self._failure
+        return self._intake.failure
 
     def new_id(self) -> int:
         """An id for a sequence."""
-        with self._changed:
-            self._next_id += 1
-            return self._next_id
+        return self._intake.new_id()
 
     def submit(self, answer: Answer) -> None:
         """Queue an answer, with those in its `forks`.
 
         Raises KilnError when it can never fit, or the engine is closed or broken; QueueFullError when too many wait.
         """
-        with self._changed:
-            if self._failure is not None:
-                raise KilnError(f"the engine has stopped: {self._failure!r}; open it again") from self._failure
-            if self._closing:
-                raise KilnError("the engine is closed; open it again")
+
+        def check(arriving: int) -> None:
             self.kv.require_possible(answer.sequence)
             try:
-                self.scheduler.require_room(sum(1 + len(one.forks) for one in self._arrivals) + len(answer.forks))
+                self.scheduler.require_room(arriving + len(answer.forks))
             except QueueFullError:
                 self._metrics.finished("refused")
                 raise
-            self._arrivals.append(answer)
-            self._changed.notify()
+
+        self._intake.put(answer, check)
 
     def cancel(self, sequence_id: int) -> None:
         """Ask that an answer be ended before the next step."""
-        with self._changed:
-            self._cancelled.append(sequence_id)
-            self._changed.notify()
+        self._intake.cancel(sequence_id)
 
     def close(self) -> None:
         """Cancel what is outstanding, end the thread and close the backend; returns when that is done."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._intake.close()
         if threading.current_thread() is not self._thread:  # a finalizer may run on the worker itself
             self._thread.join()
-
-    def _expose(self, metrics: EngineMetrics) -> None:
-        """Let others read the state of scheduler and cache; single numbers, so any thread may."""
-        scheduler, kv = self.scheduler, self.kv
-        metrics.gauge("running", "Sequences that run", lambda: scheduler.running_count)
-        for lane in LANES:
-            metrics.gauge(
-                f"waiting_{lane}", f"Sequences that wait in the {lane} lane", partial(scheduler.waiting_count, lane)
-            )
-        metrics.gauge("blocks_free", "Cache blocks without content", lambda: kv.free)
-        metrics.gauge("blocks_cached", "Cache blocks that nobody holds, with known content", lambda: kv.cached)
-        metrics.gauge("blocks_held", "Cache blocks that sequences hold", lambda: kv.held)
-        metrics.counter("preemptions", "Sequences that gave way", lambda: scheduler.preemptions)
-        for name, help_text in _KV_COUNTS.items():
-            metrics.counter(name, help_text, partial(getattr, kv.statistics, name))
 
     def _run(self) -> None:
         try:
@@ -137,15 +102,22 @@ class DecodeWorker:
                 for sequence in self.scheduler.expired(now):
                     self._end_with_forks(self._active[sequence.id], reason="timeout")
                 if self.scheduler.wait(now) > 0:
+                    self._land(0)
                     continue
                 self._draft()
                 batch = self.scheduler.schedule(now)
-                if batch:
-                    self._step(batch)
+                if batch is None:
+                    self._land(0)
+                elif self._flight is not None and self._run_ahead and not self._wants_logits(batch):
+                    self._launch(self._flight, batch)
+                else:
+                    self._land(0)
+                    self._step(tuple(chunk for chunk in batch if chunk.sequence.id in self._active))
         except BaseException as error:  # a bug of ours: nobody may wait for ever because of it
-            with self._changed:
-                self._failure = error
+            self._intake.fail(error)
         finally:
+            if self._flight is not None:
+                self._flight.drop()
             self._end_all()
             if self._steps is not None:
                 self._steps.shutdown()
@@ -157,19 +129,12 @@ class DecodeWorker:
             self._deliver()  # no step comes that this could run beside
             self._end_broken()
             self._deliver()
-        with self._changed:
-            while not (self._closing or self._arrivals or self._cancelled):
-                pause = self._pause()
-                if pause == 0:
-                    break
-                self._changed.wait(pause)
-            if self._closing:
-                return False
-            arrivals, self._arrivals = self._arrivals, []
-            cancelled, self._cancelled = self._cancelled, []
-        for answer in arrivals:
+        taken = self._intake.take(self._pause)
+        if taken is None:
+            return False
+        for answer in taken[0]:
             self._start(answer)
-        for sequence_id in cancelled:
+        for sequence_id in taken[1]:
             self._cancel(sequence_id)
         return True
 
@@ -197,6 +162,8 @@ class DecodeWorker:
 
     def _pause(self) -> float | None:
         """Seconds until there is something to do without a new command; None: for ever."""
+        if self._flight:
+            return 0.0
         if not self.scheduler.has_work:
             return None
         now = time.monotonic()
@@ -211,19 +178,71 @@ class DecodeWorker:
             if sequence.decoding:
                 sequence.draft = self._active[sequence.id].draft()
 
-    def _step(self, batch: Batch) -> None:
-        """Compute one batch; an error fails the requests in it and nobody else."""
+    def _wants_logits(self, batch: Batch) -> bool:
+        return any(self._active[chunk.sequence.id].wants_logits for chunk in batch if chunk.rows)
+
+    def _launch(self, flight: StepsInFlight, batch: Batch) -> None:
+        """Launch one batch, if there is anything in it, and take what the step before it gave."""
+        if batch:
+            self._begin(batch)
+            sampling = [self._active[chunk.sequence.id].row_sampling for chunk in batch if chunk.rows]
+            try:
+                flight.launch(batch, step_inputs_from_batch(batch, self.kv.block_size), sampling)
+            except Exception as error:
+                self._fail(batch, error)
+        self._deliver()  # beside the steps
+        self._land(1 if batch else 0)
+
+    def _land(self, most: int) -> None:
+        """Take what the oldest steps gave until only `most` are in flight."""
+        while self._flight is not None and len(self._flight) > most:
+            step = self._flight.land()
+            now = time.monotonic()
+            if step.error is not None:
+                self._fail(step.batch, step.error)
+            else:
+                self._metrics.step_seconds.observe(step.seconds)
+            for sequence, token in step.tokens:
+                answer = self._active.get(sequence.id)
+                if answer is None:
+                    continue  # it ended while this step ran
+                try:
+                    require_token(token)
+                    self._hand_out(answer, (token,), None, answer.accept(token), now)
+                except Exception as error:
+                    self._end_with_forks(answer, error=error)
+            self.kv.verify()
+            self._end_broken()
+
+    def _begin(self, batch: Batch) -> None:
+        """What comes before every step."""
         moves = self.kv.take_moves()
         if moves:
             self.backend.move_blocks(moves)  # an error here ends the engine: others than this batch's lose content
-        self._note_start(batch)
+        now = time.monotonic()
+        for chunk in batch:
+            answer = self._active[chunk.sequence.id]
+            if not answer.started:
+                answer.started = True
+                self._metrics.queue_seconds.observe(now - answer.sequence.arrival)
+        self._metrics.batch_size.observe(len(batch))
+        self._metrics.step_tokens.observe(sum(chunk.length for chunk in batch))
+
+    def _fail(self, batch: Batch, error: Exception) -> None:
+        for chunk in batch:
+            if chunk.sequence.id in self._active:
+                self._end_with_forks(self._active[chunk.sequence.id], error=error)
+
+    def _step(self, batch: Batch) -> None:
+        """Compute one batch; an error fails the requests in it and nobody else."""
+        if not batch:
+            return
+        self._begin(batch)
         begun = time.monotonic()
         try:
-            logits = self._compute(batch)
-            best = np.argmax(logits, axis=-1) if len(logits) else np.empty(0, np.int64)
+            logits, best = self._compute(batch)
         except Exception as error:
-            for chunk in batch:
-                self._end_with_forks(self._active[chunk.sequence.id], error=error)
+            self._fail(batch, error)
             return
         now = time.monotonic()
         self._metrics.step_seconds.observe(now - begun)
@@ -243,12 +262,15 @@ class DecodeWorker:
             self._deliver()
         self._end_broken()
 
-    def _compute(self, batch: Batch) -> NDArray[np.float32]:
-        """Logits of a batch; with overlap, what does not depend on them is done meanwhile."""
+    def _compute(self, batch: Batch) -> tuple[NDArray[np.float32], NDArray[np.integer]]:
+        """Logits of a batch, and the tokens that the step chose by them or, if it does not, the most likely ones.
+
+        With overlap, what does not depend on them is done meanwhile.
+        """
         inputs = step_inputs_from_batch(batch, self.kv.block_size)
         if self._steps is None:
-            return self.backend.step(inputs)
-        step = self._steps.submit(self.backend.step, inputs)
+            return self._run_step(batch, inputs)
+        step = self._steps.submit(self._run_step, batch, inputs)
         try:
             self._deliver()
             for chunk in batch:
@@ -259,18 +281,35 @@ class DecodeWorker:
             wait([step])  # whatever happens here, no other step runs beside it
         return step.result()
 
+    def _run_step(self, batch: Batch, inputs: StepInputs) -> tuple[NDArray[np.float32], NDArray[np.integer]]:
+        if self._flight is None:
+            logits = self.backend.step(inputs)
+            return logits, np.argmax(logits, axis=-1) if len(logits) else np.empty(0, np.int64)
+        sampling = [self._active[c.sequence.id].row_sampling for c in batch for _ in range(c.rows)]
+        result = self._flight.compute(inputs, sampling)
+        assert result.logits is not None
+        return result.logits, result.tokens
+
+    def _choose(self, row: NDArray[np.float32], given: int, answer: Answer) -> int:
+        """A token from a row of logits, of which the step gave the most likely one, or its choice if it samples."""
+        if self._flight is not None:
+            require_token(given)
+            if not answer.chosen_on_host:
+                return given
+        return choose(row, given, answer.sampling, answer.generator, answer.sequence, answer.guide)
+
     def _take_tokens(
-        self, answer: Answer, chunk: Chunk, logits: NDArray[np.float32], best: NDArray[np.int64], now: float
+        self, answer: Answer, chunk: Chunk, logits: NDArray[np.float32], best: NDArray[np.integer], now: float
     ) -> None:
         """Choose from rows of logits until one disagrees with the draft, or the answer ends."""
         sequence = answer.sequence
         forks, answer.forks = answer.forks, []
         for fork in forks:
-            self._fork(answer, fork, logits[0], int(best[0]), now)
+            self._fork(answer, fork, logits[0], int(np.argmax(logits[0])), now)
         tokens: list[int] = []
         reason = None
-        for row, most_likely, drafted in zip_longest(logits, best.tolist(), chunk.draft):
-            token = choose(row, most_likely, answer.sampling, answer.generator, sequence, answer.guide)
+        for row, given, drafted in zip_longest(logits, best.tolist(), chunk.draft):
+            token = self._choose(row, given, answer)
             sequence.append(token)
             tokens.append(token)
             reason = answer.accept(token)
@@ -298,18 +337,13 @@ class DecodeWorker:
         self,
         answer: Answer,
         tokens: tuple[int, ...],
-        logits: NDArray[np.float32],
+        logits: NDArray[np.float32] | None,
         reason: FinishReason | None,
         now: float,
     ) -> None:
-        if answer.last_token is None:
-            self._metrics.first_token_seconds.observe(now - answer.sequence.arrival)
-        else:
-            for _ in tokens:
-                self._metrics.inter_token_seconds.observe((now - answer.last_token) / len(tokens))
+        self._metrics.handed_out(len(tokens), answer.sequence.arrival, answer.last_token, now)
         answer.last_token = now
-        self._metrics.generated_tokens.inc(len(tokens))
-        rows = () if answer.sampling.logprobs is None else tuple(logits)
+        rows = () if logits is None or answer.sampling.logprobs is None else tuple(logits)
         if reason is not None:
             self._forget(answer)  # who sees the outcome sees the blocks free
         self._outbox.put(answer, tokens, text=answer.take_text(), rows=rows, reason=reason)
@@ -319,16 +353,6 @@ class DecodeWorker:
         answer.lookup.record(len(answer.sequence.token_ids), drafted, accepted)
         self._metrics.drafted_tokens.inc(drafted)
         self._metrics.accepted_tokens.inc(accepted)
-
-    def _note_start(self, batch: Batch) -> None:
-        now = time.monotonic()
-        for chunk in batch:
-            answer = self._active[chunk.sequence.id]
-            if not answer.started:
-                answer.started = True
-                self._metrics.queue_seconds.observe(now - answer.sequence.arrival)
-        self._metrics.batch_size.observe(len(batch))
-        self._metrics.step_tokens.observe(sum(chunk.length for chunk in batch))
 
     def _finish(self, answer: Answer, reason: FinishReason) -> None:
         self._forget(answer)
@@ -361,15 +385,13 @@ class DecodeWorker:
 
     def _end_all(self) -> None:
         """Give every answer that is left its outcome; nothing is accepted any more."""
-        with self._changed:
-            self._closing = True
-            arrivals, self._arrivals = self._arrivals, []
+        arrivals = self._intake.end()
         self._deliver()
         self._broken.clear()
         for answer in (*self._active.values(), *arrivals):
             for one in (answer, *answer.forks):
-                if self._failure is not None:
-                    self._outbox.put(one, error=self._failure)
+                if self.failure is not None:
+                    self._outbox.put(one, error=self.failure)
                 else:
                     self._outbox.put(one, reason="cancelled")
         for answer, error in self._outbox.deliver():

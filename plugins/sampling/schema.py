@@ -60,6 +60,7 @@ SAMPLING_INPUTS: dict[str, TensorSpec] = {spec.name: spec for spec in SAMPLE.inp
 FEED = "feed"
 PREVIOUS_TOKENS = "previous_tokens"
 """Inputs: where each id comes from, and what the step before chose."""
+GRAPH_INPUTS = (*SAMPLING_INPUTS, FEED, PREVIOUS_TOKENS)
 TOKENS = "tokens"
 """Output [rows], int32."""
 

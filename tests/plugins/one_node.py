@@ -15,7 +15,13 @@ from plugins.spec import OperatorSpec
 
 from .conftest import Operator
 
-TYPES = {"float32": TensorProto.FLOAT, "int8": TensorProto.INT8, "uint8": TensorProto.UINT8}
+TYPES = {
+    "float32": TensorProto.FLOAT,
+    "int8": TensorProto.INT8,
+    "uint8": TensorProto.UINT8,
+    "int32": TensorProto.INT32,
+    "int64": TensorProto.INT64,
+}
 ISAS = {"plain": 1, "avx2": 2, "avx512": 3, "avx512vnni": 4}
 
 
