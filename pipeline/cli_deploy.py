@@ -18,7 +18,7 @@ from pipeline.deploy.bundles import CACHE, BundleSource, FolderSource, ReleaseSo
 from pipeline.deploy.figures import Limits
 from pipeline.deploy.options import Contract, DeployOptions, EngineOptions, HttpOptions, ReplicaCount, Version
 from pipeline.deploy.placement import place
-from pipeline.deploy.prefixes import RoutingConfig
+from pipeline.deploy.prefixes import Routing, RoutingConfig
 from pipeline.deploy.rollout import Plan
 from pipeline.deploy.update import finish, judged_badly, require_alike, start, unfinished
 from pipeline.progress import Progress
@@ -81,7 +81,7 @@ def ray_group() -> None:
 @click.option("--cpus", type=float, help="Of each replica.  [default: its share of the node; 1 beside a GPU]")
 @click.option("--http-replicas", type=int, default=1, help="Of the HTTP side, which tokenises and routes.")
 @click.option("--retries", type=int, default=3, help="Replicas that a request is sent to after the first failed it.")
-@click.option("--no-affinity", is_flag=True, help="Send each request to the least loaded replica, whatever it knows.")
+@click.option("--routing", type=click.Choice(get_args(Routing)), default="prefix", help="Which replica gets a request.")
 @click.option("--api-keys", type=_FILE, help="TOML or JSON file of keys, see docs/server.md.")
 @click.option("--allow-anonymous", is_flag=True, help="Without keys, serve others than this machine.")
 @click.option("--max-running", type=int, help="Sequences that run at a time in a replica.  [default: the bundle's]")
@@ -104,7 +104,7 @@ def up_command(
     cpus: float | None,
     http_replicas: int,
     retries: int,
-    no_affinity: bool,
+    routing: Routing,
     api_keys: Path | None,
     allow_anonymous: bool,
     pooling: Pooling | None,
@@ -145,7 +145,7 @@ def up_command(
                 retries,
                 http_replicas,
             ),
-            RoutingConfig(affinity=not no_affinity),
+            RoutingConfig(routing),
             places=1 if config is None else config.max_running,
         )
         with progress.stage("Serve"):

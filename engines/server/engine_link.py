@@ -116,7 +116,7 @@ class EngineLink:
                     *(sys.executable, "-P", "-m", "engines.server.engine_child", str(theirs.fileno()), str(spec.path)),
                     stdin=DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    process_group=0,  # an interrupt at the terminal is for the server, which lets requests end
+                    start_new_session=True,  # an interrupt at the terminal is for the server, which lets requests end
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # imports what we import
                 )
             except BaseException:

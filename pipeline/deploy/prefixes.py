@@ -18,7 +18,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 from engines.runtime.block_pool import BlockHash
 from plugins.errors import KilnError
@@ -35,11 +35,15 @@ class Member:
     blocks: int
 
 
+Routing = Literal["prefix", "least-loaded", "round-robin"]
+
+
 @dataclass(frozen=True)
 class RoutingConfig:
-    """`affinity` off: always the least loaded, for comparison. Raises KilnError for values out of range."""
+    """Raises KilnError for values out of range."""
 
-    affinity: bool = True
+    policy: Routing = "prefix"
+    """The others know nothing of prefixes: they are what this is compared with."""
     worth: float = 0.25
     """Least share of a prompt's blocks for which a replica is preferred: less is learnt by the others soon."""
     slack: float = 1.5
@@ -47,6 +51,8 @@ class RoutingConfig:
     slack_blocks: float = 1.1
 
     def __post_init__(self) -> None:
+        if self.policy not in get_args(Routing):
+            raise KilnError(f"routing is by {self.policy!r}; expected one of {', '.join(get_args(Routing))}")
         if not 0 < self.worth <= 1:
             raise KilnError(f"worth is {self.worth}; expected a share above 0 and at most 1")
         if not (self.slack >= 1 and self.slack_blocks >= 1):
@@ -83,6 +89,7 @@ class PrefixMap(Generic[Replica]):
     def __init__(self, config: RoutingConfig | None = None) -> None:
         self._config = config or RoutingConfig()
         self._mirrors: dict[Replica, _Mirror] = {}
+        self._turn = 0
 
     def known(self, replica: Replica, names: Sequence[BlockHash]) -> int:
         """Leading blocks of a prompt that a replica knows, as far as this router can tell."""
@@ -91,8 +98,10 @@ class PrefixMap(Generic[Replica]):
 
     def ranked(self, names: Sequence[BlockHash], members: Mapping[Replica, Member]) -> list[Replica]:
         """All members, the best one for this prompt first."""
+        if self._config.policy == "round-robin":
+            return self._in_turn(sorted(members, key=repr))
         order = self._by_load(names, members)
-        if not (self._config.affinity and names):
+        if self._config.policy == "least-loaded" or not names:
             return order
         known = {replica: self.known(replica, names) for replica in order}
         least = self._config.worth * len(names)
@@ -108,6 +117,11 @@ class PrefixMap(Generic[Replica]):
         """Forget those that are gone."""
         for replica in self._mirrors.keys() - set(replicas):
             del self._mirrors[replica]
+
+    def _in_turn(self, order: list[Replica]) -> list[Replica]:
+        first = self._turn % max(len(order), 1)
+        self._turn += 1
+        return order[first:] + order[:first]
 
     def _overloaded(self, member: Member, members: Mapping[Replica, Member]) -> bool:
         total = sum(other.load for other in members.values()) + 1

@@ -106,8 +106,13 @@ def test_routers_that_know_nothing_of_each_other_choose_alike_and_spread_evenly(
     assert max(counts.values()) <= 1.25 * 40
 
 
-def test_without_affinity_only_load_counts():
-    router: PrefixMap[str] = PrefixMap(RoutingConfig(affinity=False))
+def test_in_turn_everybody_has_the_next_request():
+    router: PrefixMap[str] = PrefixMap(RoutingConfig("round-robin"))
+    assert [router.ranked(chain(1), idle("b", "a"))[0] for _ in range(4)] == ["a", "b", "a", "b"]
+
+
+def test_by_load_what_replicas_know_does_not_count():
+    router: PrefixMap[str] = PrefixMap(RoutingConfig("least-loaded"))
     prompt = chain(1)
     router.note("a", prompt, 0, 1000)
     assert router.ranked(prompt, {"a": Member(1, 4, 1000), "b": Member(0, 4, 1000)})[0] == "b"
@@ -126,7 +131,9 @@ def test_tenants_share_no_names():
     assert len(names_of_prompt(tokens[:32], 16, "")) == 1, "one token is always left to compute"
 
 
-@pytest.mark.parametrize("options", [{"worth": 0}, {"worth": 1.1}, {"slack": 0.9}, {"slack_blocks": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{"policy": "random"}, {"worth": 0}, {"worth": 1.1}, {"slack": 0.9}, {"slack_blocks": 0.5}]
+)
 def test_routing_options_out_of_range(options):
     with pytest.raises(KilnError, match="expected"):
         RoutingConfig(**options)
