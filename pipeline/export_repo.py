@@ -112,7 +112,7 @@ def _require_same_interface(folder: Path, interface: str) -> None:
     path = folder / CONFIG
     if not path.is_file():
         raise KilnError(f"{folder} exists and has no {CONFIG}; expected a model of a repository: give another --name")
-    if interface not in path.read_text(encoding="utf-8"):
+    if interface not in path.read_text(encoding="utf-8", errors="replace"):
         raise KilnError(
             f"{path} was not written for these inputs and outputs, and holds for all versions of {folder.name}; "
             "give another --name, or remove the folder"
@@ -120,15 +120,28 @@ def _require_same_interface(folder: Path, interface: str) -> None:
 
 
 def _write(plan: _Plan) -> None:
-    target = plan.folder / str(plan.version)
+    """A server that polls finds, at every moment, what it had or what is new: never a version without its files.
+
+    The configuration names files of its version, so it comes last; of a new model first, as nothing is loaded before.
+    """
+    target, config = plan.folder / str(plan.version), plan.folder / CONFIG
     with temporary_sibling(target) as staging:  # hidden, which Triton does not take for a version
         _copy(plan.bundle, staging)
-        (staging / CONFIG).write_text(plan.config, encoding="utf-8")
-        os.replace(staging / CONFIG, plan.folder / CONFIG)  # a configuration without its version is loaded by nobody
+        is_new = not config.exists()
+        if is_new:
+            _replace(config, plan.config)
         try:
             staging.rename(target)
         except OSError as error:
             raise KilnError(f"{target} appeared meanwhile: another export works there; start again") from error
+        if not is_new:
+            _replace(config, plan.config)
+
+
+def _replace(path: Path, text: str) -> None:
+    pending = path.with_name(f".{path.name}.{os.getpid()}")
+    pending.write_text(text, encoding="utf-8")
+    os.replace(pending, path)
 
 
 def _copy(bundle: EngineBundle, folder: Path) -> None:
