@@ -61,6 +61,8 @@ class CastAttention:
             if index < len(node.inputs) and not node.inputs[index].is_empty() and node.inputs[index].dtype == FP32:
                 node.inputs[index] = as_low(scope, node, index, self._low)
                 changed = True
+        if node.outputs[0].dtype is None:  # nobody says: it has the query's type
+            node.outputs[0].dtype = FP32 if changed else self._low
         if node.outputs[0].dtype == FP32:
             give_low(scope, node, 0, self._low)
             changed = True

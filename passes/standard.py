@@ -14,6 +14,7 @@ from passes.base import Pass
 from passes.bind_attention import BindAttention
 from passes.bind_half_norm import BindHalfNorm
 from passes.bind_linear import BindLinear
+from passes.bind_sampling import BindSampling
 from passes.cast_attention import CastAttention
 from passes.cast_precision import CastPrecision
 from passes.fold_batch_norm import FoldBatchNorm
@@ -182,6 +183,7 @@ BINDING_TABLE: tuple[Entry, ...] = (
     Entry(RemoveUnused),
     Entry(RemoveNoOps),
     Entry(MergeDuplicates),
+    Entry(BindSampling, default=_half_on_cuda),
 )
 """What turns the result into a backend's own forms."""
 

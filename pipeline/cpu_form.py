@@ -15,10 +15,11 @@ from passes.low_form import FP32, LOW_TYPES, has_type
 from passes.manager import link_weights
 from passes.norm_pattern import type_of
 from passes.onnx_model import load_structure
-from passes.pattern import STANDARD
+from passes.pattern import STANDARD, replace_uses
 from passes.scopes import scopes
 from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
 from plugins.paged_attention.schema import DOMAIN, INPUTS, OP_TYPE
+from plugins.sampling.schema import FEED_TOKENS, GRAPH_INPUTS, TOKENS
 
 _KEPT = frozenset({"Cast", "Gather", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Shape", "Size"})
 """The CPU has these for every type."""
@@ -42,8 +43,12 @@ def needs_cpu_form(path: Path) -> bool:
 
 
 def write_cpu_form(path: Path, folder: Path) -> Path:
-    """The CPU's form of a graph, in `folder`; weights are linked. Inputs, outputs and caches keep their types."""
+    """The CPU's form of a graph, in `folder`; weights are linked. Inputs, outputs and caches keep their types.
+
+    Of a graph that chooses tokens only the logits are left.
+    """
     graph = graph_from_path(path)
+    _without_sampling(graph)
     for scope in scopes(graph):
         _Rewriting(scope).run()
     tidy(graph)
@@ -52,6 +57,15 @@ def write_cpu_form(path: Path, folder: Path) -> Path:
     target = folder / f"cpu-{path.name}"
     target.write_bytes(proto_from_graph(graph, metadata).SerializeToString())
     return target
+
+
+def _without_sampling(graph: gs.Graph) -> None:
+    """Undo `passes.bind_sampling`: logits are what is judged."""
+    graph.outputs = [tensor for tensor in graph.outputs if tensor.name != TOKENS]
+    graph.inputs = [tensor for tensor in graph.inputs if tensor.name not in GRAPH_INPUTS]
+    for node in graph.nodes:
+        if (node.domain, node.op) == (FEED_TOKENS.domain, FEED_TOKENS.op_type):
+            replace_uses(graph, node.outputs[0], node.inputs[0])
 
 
 class _Rewriting:

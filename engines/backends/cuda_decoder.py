@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from engines.backends.base import StepInputs
 from engines.backends.cuda_graphs import DecodeGraphs
-from engines.backends.cuda_memory import DeviceMemory, PinnedMemory, Runtime, fitting_blocks
-from engines.backends.cuda_session import CudaSession
-from engines.backends.cuda_staging import Array, Layout, Staging
+from engines.backends.cuda_memory import DeviceMemory, Growing, PinnedMemory, Runtime, fitting_blocks
+from engines.backends.cuda_session import MOST_ROWS, CudaSession
+from engines.backends.cuda_staging import TURNS, Array, Layout, Staging
 from plugins.cuda_runtime import CudaError, CudaRuntime
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import KvSpec
@@ -28,7 +28,7 @@ _FIRST_INPUTS = 1 << 20
 
 
 class CudaDecoder:
-    """A serving graph with its cache on a device.
+    """A serving graph with its cache on a device. Implements `DecoderBackend`.
 
     Args:
         engine: the .onnx file; inputs and outputs are named as in `plugins.paged_attention.schema`.
@@ -45,6 +45,8 @@ class CudaDecoder:
     Raises KilnError when there is no such device, the graph cannot be loaded or does not follow the schema, or memory
     is short.
     """
+
+    _samples = False  # whether the graph chooses tokens, which takes more inputs
 
     def __init__(
         self,
@@ -85,7 +87,9 @@ class CudaDecoder:
     ) -> None:
         runtime = self._runtime
         runtime.enter()
-        self._session: CudaSession = self._kept(CudaSession(engine, self.kv, runtime, plugins, window, options))
+        self._session: CudaSession = self._kept(
+            CudaSession(engine, self.kv, runtime, plugins, window, options, self._samples)
+        )
         self.num_blocks = fitting_blocks(runtime, self.kv, most_blocks) if num_blocks is None else num_blocks
         self._session.allocate_caches(self.num_blocks)
         self._host_caches = {
@@ -95,14 +99,20 @@ class CudaDecoder:
             for tensor in (self._session.tensors if self.host_blocks else ())
         }
         self._staging: Staging = self._kept(Staging(runtime, _FIRST_INPUTS, "a step's inputs"))
-        self._logits: list[DeviceMemory] = []  # of steps without a graph: one, made when it is needed
-        self._results: list[PinnedMemory] = []
-        self._event = runtime.event()
+        self._logits: Growing[DeviceMemory] = self._kept(Growing(runtime, DeviceMemory, "logits on the device"))
+        self._results: list[Growing[PinnedMemory]] = [
+            self._kept(Growing(runtime, PinnedMemory, "logits on the host")) for _ in range(TURNS)
+        ]
+        self._events = [runtime.event() for _ in range(TURNS)]
+        self._tokens: DeviceMemory | None = None
+        if self._samples:
+            self._tokens = self._kept(DeviceMemory(runtime, MOST_ROWS * 4, "chosen tokens"))
         self._binding: Any = self._session.binding()
         self._graphs: DecodeGraphs | None = None
         if ladder:
-            width = -(-max_context // self.kv.block_size)
-            self._graphs = self._kept(DecodeGraphs(self._session, runtime, ladder, width, self._staging))
+            width, tokens = -(-max_context // self.kv.block_size), self._tokens and self._tokens.address
+            graphs = DecodeGraphs(self._session, runtime, ladder, width, self._staging, tokens)
+            self._graphs = self._kept(graphs)
 
     @property
     def vocab_size(self) -> int:
@@ -123,25 +133,18 @@ class CudaDecoder:
 
         Raises KilnError; the step's sequences must then be given up.
         """
-        if not self._open:
-            raise RuntimeError("the backend is closed")
-        self._runtime.enter()
-        address = self._queue(inputs, 0)
-        shape = (len(inputs.logits_indices), self.vocab_size)
-        size = shape[0] * shape[1] * 4
-        result = self._at_least(self._results, PinnedMemory, size, "logits on the host")
-        if size:
-            self._runtime.copy(result.address, address, size)
-        self._runtime.record(self._event)
-        self._runtime.wait(self._event)
-        return np.array(result.bytes[:size].view(np.float32).reshape(shape))
+        self._enter()
+        self._fetch_logits(self._queue(inputs, {}, 0), len(inputs.logits_indices), 0)
+        self._runtime.record(self._events[0])
+        self._runtime.wait(self._events[0])
+        return self._fetched_logits(len(inputs.logits_indices), 0)
 
     def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (from, to) one after the other; numbers from `num_blocks` on are the host blocks.
 
         Returns at once: steps that follow come after it in the stream.
         """
-        self._runtime.enter()
+        self._enter()
         caches = self._session.cache_addresses
         for tensor in self._session.tensors:
             size = self._session.block_bytes(tensor)
@@ -159,39 +162,51 @@ class CudaDecoder:
             return
         self._runtime.enter()
         self._binding = None
-        self._open[1:1] = [*getattr(self, "_logits", ()), *getattr(self, "_results", ())]
         while self._open:
             with suppress(CudaError):  # where a step failed, so does everything: the process gives the memory back
                 self._open.pop().close()
 
-    def _queue(self, inputs: StepInputs, turn: int) -> int:
-        """Queue a step; returns the device address of its logits."""
+    def _enter(self) -> None:
+        if not self._open:
+            raise RuntimeError("the backend is closed")
+        self._runtime.enter()
+
+    def _queue(self, inputs: StepInputs, extras: Mapping[str, NDArray], turn: int) -> int:
+        """Queue a step; returns the device address of its logits. `extras` are what a graph that samples takes."""
         size = None if self._graphs is None else self._graphs.size_for(inputs)
         if size is not None:
             assert self._graphs is not None
-            self._graphs.launch(inputs, size, turn)
+            self._graphs.launch(inputs, extras, size, turn)
             return self._graphs.logits_address
-        arrays = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-        layout = Layout({name: Array(array.shape) for name, array in arrays.items()})
+        arrays = {field.name: getattr(inputs, field.name) for field in fields(inputs)} | dict(extras)
+        layout = Layout({name: Array(array.shape, array.dtype.name) for name, array in arrays.items()})
         self._staging.reserve(layout.size)
         for name, view in layout.views(self._staging.area(turn)).items():
             view[...] = arrays[name]
         self._staging.send(turn, layout.size)
         rows = len(inputs.logits_indices)
-        logits = self._at_least(self._logits, DeviceMemory, rows * self.vocab_size * 4, f"logits of {rows} tokens")
+        address = self._logits.of(rows * self.vocab_size * 4).address
         self._session.bind_inputs(self._binding, layout, self._staging.address)
-        self._session.bind_logits(self._binding, rows, logits.address)
+        self._session.bind_logits(self._binding, rows, address)
+        if self._tokens is not None:
+            if rows > MOST_ROWS:
+                raise KilnError(f"a step has {rows} rows of logits; expected at most {MOST_ROWS}: take fewer at a time")
+            self._session.bind_tokens(self._binding, rows, self._tokens.address)
         self._session.run(self._binding)
-        return logits.address
+        return address
 
-    def _at_least(self, held: list[Any], kind: Any, size: int, what: str) -> Any:
-        """The memory in `held`, replaced by a larger piece where it is smaller: waits for the device then."""
-        if not held or held[0].size < size:
-            self._runtime.synchronize()
-            while held:
-                held.pop().close()
-            held.append(kind(self._runtime, 1 << max(size - 1, 1).bit_length(), what))
-        return held[0]
+    def _fetch_logits(self, address: int, rows: int, turn: int) -> None:
+        """Queue the copy of a step's logits to the host."""
+        size = rows * self.vocab_size * 4
+        result = self._results[turn].of(size)
+        if size:
+            self._runtime.copy(result.address, address, size)
+
+    def _fetched_logits(self, rows: int, turn: int) -> NDArray[np.float32]:
+        """A copy of what `_fetch_logits` brought, once the device has passed it."""
+        shape = (rows, self.vocab_size)
+        size = rows * self.vocab_size * 4
+        return np.array(self._results[turn].of(size).bytes[:size].view(np.float32).reshape(shape))
 
     def _kept(self, part: Any) -> Any:
         self._open.append(part)

@@ -9,7 +9,7 @@ ONNX Runtime takes from an arena that it never gives back. Others use that memor
 order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,10 @@ from engines.backends.base import StepInputs
 from engines.backends.cuda_memory import DeviceMemory, Runtime
 from engines.backends.cuda_session import CudaSession
 from engines.backends.cuda_staging import Array, Layout, Staging
+from plugins.sampling.schema import FEED, SAMPLING_INPUTS
 
 TABLE = "block_table"
+_SAMPLING = {name: spec.dtypes[0] for name, spec in SAMPLING_INPUTS.items()}
 
 
 def ladder_up_to(most: int) -> tuple[int, ...]:
@@ -36,8 +38,8 @@ def is_decode_step(inputs: StepInputs) -> bool:
     return len(inputs.input_ids) == count == len(rows) and bool((rows == np.arange(count)).all())
 
 
-def layout_of_batch(size: int) -> Layout:
-    """The step's inputs, but for the block table, of so many sequences with one token each."""
+def layout_of_batch(size: int, extras: Mapping[str, str]) -> Layout:
+    """The step's inputs, but for the block table, of so many sequences with one token each; `extras` by name: types."""
     row = Array((size,))
     return Layout(
         {
@@ -47,11 +49,14 @@ def layout_of_batch(size: int) -> Layout:
             "position_ids": row,
             "logits_indices": row,
             "slot_mapping": row,
+            **{name: Array((size,), dtype) for name, dtype in extras.items()},
         }
     )
 
 
-def write_padded(views: dict[str, NDArray], table: NDArray[np.int32], inputs: StepInputs) -> None:
+def write_padded(
+    views: Mapping[str, NDArray], table: NDArray[np.int32], inputs: StepInputs, extras: Mapping[str, NDArray]
+) -> None:
     """Fill a batch's arrays and its table [size, width of `inputs.block_table`] from a step of fewer sequences."""
     count, size = len(inputs.past_seqlens), len(views["past_seqlens"])
     views["cumulative_sequence_length"][:] = np.arange(size + 1, dtype=np.int32)
@@ -59,6 +64,9 @@ def write_padded(views: dict[str, NDArray], table: NDArray[np.int32], inputs: St
     for name, padding in (("past_seqlens", 0), ("input_ids", 0), ("position_ids", 0), ("slot_mapping", -1)):
         views[name][:count] = getattr(inputs, name)
         views[name][count:] = padding
+    for name, values in extras.items():
+        views[name][:count] = values
+        views[name][count:] = -1 if name == FEED else 0
     table[:count] = inputs.block_table
     table[count:] = 0
 
@@ -66,16 +74,25 @@ def write_padded(views: dict[str, NDArray], table: NDArray[np.int32], inputs: St
 class DecodeGraphs:
     """Captured steps of a session whose caches are allocated. `table_width` is that of the longest context, in blocks.
 
-    Raises KilnError when memory is short or a step cannot be captured.
+    `tokens` is where a graph that samples leaves its tokens, None for any other. Raises KilnError when memory is short
+    or a step cannot be captured.
     """
 
     def __init__(
-        self, session: CudaSession, runtime: Runtime, sizes: Sequence[int], table_width: int, staging: Staging
+        self,
+        session: CudaSession,
+        runtime: Runtime,
+        sizes: Sequence[int],
+        table_width: int,
+        staging: Staging,
+        tokens: int | None = None,
     ) -> None:
         self.sizes = tuple(sorted(sizes))
         self._runtime, self._session, self._staging, self._width = runtime, session, staging, table_width
         most = self.sizes[-1]
-        self._layouts = {size: layout_of_batch(size) for size in self.sizes}
+        self._tokens = tokens
+        self._extras = {} if tokens is None else {FEED: "int32", **_SAMPLING}
+        self._layouts = {size: layout_of_batch(size, self._extras) for size in self.sizes}
         staging.reserve(self._layouts[most].size)
         self._inputs = DeviceMemory(runtime, self._layouts[most].size, "the inputs of decode steps")
         self._table = Staging(runtime, most * table_width * 4, "the block table of decode steps")
@@ -97,10 +114,9 @@ class DecodeGraphs:
             return None
         return next(size for size in self.sizes if size >= count)
 
-    def launch(self, inputs: StepInputs, size: int, turn: int) -> None:
-        """Queue a step of at most `size` sequences."""
-        layout, width = self._layouts[size], inputs.block_table.shape[1]
-        self._send(inputs, layout, size, width, turn)
+    def launch(self, inputs: StepInputs, extras: Mapping[str, NDArray], size: int, turn: int) -> None:
+        """Queue a step of at most `size` sequences; `extras` [sequences] are what a graph that samples takes."""
+        self._send(inputs, extras, size, turn)
         self._runtime.launch(self._graphs[size])
 
     def close(self) -> None:
@@ -111,9 +127,10 @@ class DecodeGraphs:
         for memory in (self._inputs, self._table, self._logits):
             memory.close()
 
-    def _send(self, inputs: StepInputs, layout: Layout, size: int, width: int, turn: int) -> None:
+    def _send(self, inputs: StepInputs, extras: Mapping[str, NDArray], size: int, turn: int) -> None:
+        layout, width = self._layouts[size], inputs.block_table.shape[1]
         table = self._table.area(turn)[: size * width * 4].view(np.int32).reshape(size, width)
-        write_padded(layout.views(self._staging.area(turn)), table, inputs)
+        write_padded(layout.views(self._staging.area(turn)), table, inputs, extras)
         self._staging.send(turn, layout.size, self._inputs.address)
         self._table.send_rows(turn, width * 4, self._width * 4, size)
 
@@ -125,7 +142,10 @@ class DecodeGraphs:
         table = Layout({TABLE: Array((size, self._width))})
         self._session.bind_inputs(binding, table, self._table.address)
         self._session.bind_logits(binding, size, self._logits.address)
-        self._send(_no_sequences(), layout, size, 1, 0)
+        if self._tokens is not None:
+            self._session.bind_tokens(binding, size, self._tokens)
+        none = {name: np.empty(0, dtype) for name, dtype in self._extras.items()}
+        self._send(_no_sequences(), none, size, 0)
         self._session.run(binding)
         self._runtime.synchronize()
         self._graphs[size] = self._runtime.capture(lambda: self._session.run(binding))

@@ -6,7 +6,7 @@ not need a GPU is tested without one.
 
 import ctypes
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +75,31 @@ class PinnedMemory:
         if self.address:
             self._runtime.free_host(self.address)
             self.address = 0
+
+
+_Memory = TypeVar("_Memory", DeviceMemory, PinnedMemory)
+
+
+class Growing(Generic[_Memory]):
+    """A piece of memory that is replaced by a larger one where more is needed; nothing of it is kept then."""
+
+    def __init__(self, runtime: Runtime, kind: Callable[[Runtime, int, str], _Memory], what: str) -> None:
+        self._runtime, self._kind, self._what = runtime, kind, what
+        self._memory: _Memory | None = None
+
+    def of(self, size: int) -> _Memory:
+        """The piece, at least so large: waits for the device where it must be replaced."""
+        if self._memory is None or self._memory.size < size:
+            self._runtime.synchronize()
+            self.close()
+            self._memory = self._kind(self._runtime, 1 << max(size - 1, 1).bit_length(), self._what)
+        return self._memory
+
+    def close(self) -> None:
+        """Give it back. A second call does nothing."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
 
 def fitting_blocks(runtime: Runtime, kv: KvSpec, most: int) -> int:

@@ -14,14 +14,19 @@ from engines.backends.onnxruntime import CPU, ONNX_TYPE, check_serving_graph, or
 from engines.backends.window import graph_with_window
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import LOGITS, CacheTensor, KvSpec
+from plugins.sampling.schema import PREVIOUS_TOKENS, TOKENS
 
 _CONFIG = {"session.use_device_allocator_for_initializers": "1"}
 """Weights are allocated at their own size, not from an arena that doubles."""
+MOST_ROWS = 1 << 16
+"""Rows of logits of one step that tokens are chosen from."""
 _NO_WAITING = "disable_synchronize_execution_providers"
 
 
 class CudaSession:
     """A session, and its caches once `allocate_caches` was called. Arguments as for `CudaDecoder`.
+
+    `samples`: whether the graph is to choose tokens (`passes.bind_sampling`).
 
     Raises KilnError when the graph cannot be loaded or does not follow the schema.
     """
@@ -34,6 +39,7 @@ class CudaSession:
         plugins: Sequence[Path],
         window: int | None,
         options: Mapping[str, str],
+        samples: bool = False,
     ) -> None:
         import onnxruntime
 
@@ -43,7 +49,7 @@ class CudaSession:
         self._session = session_from_file(
             engine, runtime.provider, plugins, None, config=_CONFIG, graph=graph, provider_options={**options, **own}
         )
-        check_serving_graph(engine, self._session, kv, ())
+        check_serving_graph(engine, self._session, kv, (), samples=samples)
         self.vocabulary: int = next(node for node in self._session.get_outputs() if node.name == LOGITS).shape[1]
         self._run_options = onnxruntime.RunOptions()
         self._run_options.add_run_config_entry(_NO_WAITING, "1")
@@ -99,6 +105,14 @@ class CudaSession:
     def bind_logits(self, binding: Any, rows: int, address: int) -> None:
         """Let a binding write its logits, float32 [rows, vocabulary], to a device address."""
         self._bind(binding.bind_output, LOGITS, "float32", (rows, self.vocabulary), address)
+
+    def bind_tokens(self, binding: Any, rows: int, address: int) -> None:
+        """Let a binding read `MOST_ROWS` tokens of the step before from a device address, and write its own there.
+
+        The graph reads them first of all and writes last of all, so that one place will do for both.
+        """
+        self._bind(binding.bind_input, PREVIOUS_TOKENS, "int32", (MOST_ROWS,), address)
+        self._bind(binding.bind_output, TOKENS, "int32", (rows,), address)
 
     def run(self, binding: Any) -> None:
         """Queue one step. Raises KilnError; the step's sequences must then be given up."""

@@ -3,12 +3,13 @@
 from engines.backends.base import DecoderBackend, InferBackend
 from engines.backends.cuda_decoder import CudaDecoder
 from engines.backends.cuda_graphs import ladder_up_to
+from engines.backends.cuda_launching import LaunchingCudaDecoder
 from engines.backends.launching import LaunchingDecoder, samples
 from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.backends.ort_tensorrt import model_from_engine_cache
-from engines.backends.tensorrt.opening import model_from_plan
+from engines.backends.tensorrt.opening import decoder_from_plan, limits_of, model_from_plan
 from engines.bundle import EngineBundle
-from engines.manifest import Manifest
+from engines.manifest import Manifest, TensorRtRecord
 from engines.runtime.batch_queue import BatchingConfig
 from engines.runtime.info import EngineInfo
 from engines.runtime.kv_cache import KvCache
@@ -57,6 +58,9 @@ def decoder_backend(
     threads: int | None,
 ) -> DecoderBackend:
     """The bundle's engine with its cache: of `kv_blocks`, or with `window`, of a ring for each place."""
+    if bundle.manifest.tensorrt is not None:
+        given = {"kv_blocks": kv_blocks, "swap_blocks": swap_blocks or None, "window": window}
+        return _tensorrt_decoder(bundle, bundle.manifest.tensorrt, decoder, config, given)
     if window is not None:
         if kv_blocks is not None or swap_blocks:
             raise KilnError(
@@ -96,7 +100,8 @@ def _cuda_decoder(
             f"{bundle.path} was built for {built.name} ({built.arch}), this machine's GPU is {runtime.name} "
             f"({runtime.arch}), which does not run that code; build it again with --sku for this GPU: kiln sku detect"
         )
-    return CudaDecoder(
+    kind = LaunchingCudaDecoder if samples(bundle.engine_path) else CudaDecoder
+    return kind(
         bundle.engine_path,
         decoder.kv,
         kv_blocks,
@@ -111,6 +116,33 @@ def _cuda_decoder(
     )
 
 
+def _tensorrt_decoder(
+    bundle: EngineBundle,
+    record: TensorRtRecord,
+    decoder: DecoderSpec,
+    config: SchedulerConfig,
+    given: dict[str, int | None],
+) -> DecoderBackend:
+    """Sizes of the cache and of steps are in the plan's profiles, so that none of `given` may be."""
+    for name, value in given.items():
+        if value is not None:
+            raise KilnError(
+                f"{name} is {value}, but a TensorRT plan has its cache fixed; build it anew, or leave it out"
+            )
+    running, tokens = limits_of(record.profiles)
+    if config.max_running > running or config.tokens_per_step > tokens:
+        raise KilnError(
+            f"max_running is {config.max_running} and tokens_per_step {config.tokens_per_step}, but {bundle.path} was "
+            f"built for at most {running} and {tokens}; build it anew with --max-running and --tokens-per-step"
+        )
+    assert record.attention is not None
+    inputs = [Tensor(t.name, t.dtype, t.shape) for t in bundle.manifest.inputs]
+    weights = None if record.weights is None else bundle.path / record.weights
+    return decoder_from_plan(
+        bundle.engine_path, record.key, record.attention, inputs, record.profiles, decoder.kv, weights
+    )
+
+
 def kv_cache(backend: DecoderBackend, decoder: DecoderSpec, config: SchedulerConfig, window: int | None) -> KvCache:
     """The account of a backend's cache; of rings with `window`."""
     size = backend.kv.block_size
@@ -121,6 +153,11 @@ def kv_cache(backend: DecoderBackend, decoder: DecoderSpec, config: SchedulerCon
 
 def default_config(manifest: Manifest) -> SchedulerConfig:
     """What `kiln tune` wrote into the bundle; SchedulerConfig's own defaults for the rest."""
+    if manifest.tensorrt is not None:
+        running, tokens = limits_of(manifest.tensorrt.profiles)
+        if manifest.tensorrt.attention == "plugin":
+            return SchedulerConfig(running, tokens)
+        return SchedulerConfig(running, tokens, headroom=0.0, share_prefixes=False)  # a row is a place: none is spare
     serving = manifest.serving
     tuned = {} if serving is None else {n: getattr(serving, n) for n in ("max_running", "tokens_per_step")}
     own = _GPU_DEFAULTS if manifest.backend.provider == CUDA else {}
