@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.kiln-installed
 
-.PHONY: demo test test-parts test-pipeline install clean
+.PHONY: demo test lint test-parts test-pipeline install clean
 
 demo: $(INSTALLED)
 	$(BIN)/build-engine smollm2 --sku cpu --out bundles/smollm2
@@ -12,12 +12,14 @@ demo: $(INSTALLED)
 	$(BIN)/kiln compare smollm2 bundles/smollm2 --html reports/smollm2.html
 
 test: $(INSTALLED)
+	$(MAKE) -j2 --output-sync=target lint test-parts test-pipeline
+
+# Side by side: each of these mostly uses one core. It prints when it is done.
+lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(MAKE) -j2 --output-sync=target test-parts test-pipeline
 
-# Side by side: most tests use one core. Each prints when it is done.
 test-parts: $(INSTALLED)
 	$(BIN)/pytest tests/engines tests/passes tests/plugins $(wildcard tests/test_*.py)
 
