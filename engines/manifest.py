@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from engines.backends.tensorrt.api import Attention
 from engines.backends.tensorrt.key import EngineKey
 from engines.backends.tensorrt.profiles import Profile
 from passes.onnx_model import DecoderSpec
@@ -221,6 +222,8 @@ class TensorRtRecord(Record):
     key: EngineKey
     options: dict[str, bool | int | float | str | None]
     profiles: tuple[Profile, ...]
+    attention: Attention | None = None
+    """Of a decoder, whose cache is as large as the profiles say."""
     weights: str | None = None
     """The ONNX file that a plan without weights is refitted from."""
     build_memory: int

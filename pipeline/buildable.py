@@ -10,8 +10,8 @@ from plugins.errors import KilnError
 FINISHED = frozenset(
     {("onnxruntime", "CPUExecutionProvider"), ("onnxruntime", "CUDAExecutionProvider"), ("tensorrt", None)}
 )
-"""Backends and providers that engines are built and run with; TensorRT's by `kiln tensorrt`, and none of a decoder."""
-_TENSORRT = "kiln tensorrt build MODEL.onnx --sku {} --out BUNDLE"
+"""Backends and providers that engines are built and run with; TensorRT's by `kiln tensorrt`."""
+_TENSORRT = "kiln tensorrt build MODEL --sku {} --out BUNDLE"
 OLDEST_FOR_ATTENTION = next(iter(ARCHITECTURES))
 
 
@@ -28,8 +28,8 @@ def attention_problem(sku: Sku) -> str | None:
         return None
     return (
         f"SKU {sku.name} is {sku.arch}, but Kiln's paged-attention plugin needs {OLDEST_FOR_ATTENTION} or newer; a "
-        "decoder runs there only in the plugin-free form: TensorRT's own attention layers over a linear KV cache "
-        "(TensorRT 10.15 or newer)"
+        "decoder runs there only in the plugin-free form, TensorRT's own attention layers over a linear KV cache "
+        f"(TensorRT 11.1 or newer): {_TENSORRT.format(sku.name)} --attention native"
     )
 
 
@@ -39,12 +39,11 @@ def refuse_unbuildable(sku: Sku, is_decoder: bool, elsewhere: bool = False) -> N
     `elsewhere`: it will be checked on a machine of that type before it is used.
     """
     if is_decoder and (problem := attention_problem(sku)):
-        raise KilnError(
-            f"{problem}, which this version of Kiln does not build yet; choose a SKU of {OLDEST_FOR_ATTENTION} or "
-            "newer, or --sku cpu"
-        )
+        raise KilnError(problem)
     if sku.backend == "tensorrt":
-        raise KilnError(_with_tensorrt(sku, is_decoder))
+        raise KilnError(
+            f"SKU {sku.name} is built with TensorRT, on a machine of that type: {_TENSORRT.format(sku.name)}"
+        )
     if unfinished := unfinished_backend(sku):
         other = "" if is_decoder else f"; with TensorRT: {_TENSORRT.format(sku.name)}"
         raise KilnError(
@@ -56,9 +55,3 @@ def refuse_unbuildable(sku: Sku, is_decoder: bool, elsewhere: bool = False) -> N
             f"SKU {sku.name} cannot be checked on this machine, whose CPU lacks {', '.join(sorted(missing))}; "
             "build it on a machine of that type, or use --sku cpu"
         )
-
-
-def _with_tensorrt(sku: Sku, is_decoder: bool) -> str:
-    if is_decoder:
-        return f"SKU {sku.name} is built with TensorRT, and decoders not yet in this version of Kiln; use --sku cpu"
-    return f"SKU {sku.name} is built with TensorRT, from an ONNX file: {_TENSORRT.format(sku.name)}"

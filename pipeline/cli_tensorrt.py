@@ -1,7 +1,10 @@
-"""`kiln tensorrt`: engines for NVIDIA GPUs from ONNX models, by TensorRT or by ONNX Runtime's providers of it."""
+"""`kiln tensorrt`: engines for NVIDIA GPUs, by TensorRT or by ONNX Runtime's providers of it."""
 
 import json
-from dataclasses import fields
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,13 +12,18 @@ import click
 
 from engines.backends.ort_tensorrt import BACKENDS as ORT_BACKENDS
 from engines.backends.ort_tensorrt import provider_options
+from engines.backends.tensorrt.api import ATTENTIONS, Attention
 from engines.backends.tensorrt.options import TensorRtOptions, options_from_dict
 from engines.backends.tensorrt.profiles import ServingShapes, derive_profiles, sizes_from_text
 from engines.sku import Sku, resolve_sku
-from passes.onnx_model import onnx_model_from_path
+from passes.onnx_model import OnnxModel, onnx_model_from_path
 from passes.standard import Precision
 from pipeline.cli_sku import sku_file_option
+from pipeline.config import BuildConfig
+from pipeline.export import export_model
+from pipeline.load import load
 from pipeline.progress import Progress
+from pipeline.source import resolve_source
 from pipeline.tensorrt import BACKENDS, TensorRtBuild, build_tensorrt
 from plugins.errors import KilnError
 
@@ -57,6 +65,23 @@ def options_from_cli(values: dict[str, Any], sku: Sku | None = None) -> TensorRt
 def serving_options(command: Any) -> Any:
     """How the engine will be served: what its optimisation profiles are derived from."""
     for option in (
+        click.option(
+            "--max-running", type=int, default=SERVING.max_running, show_default=True, help="Sequences of a decoder."
+        ),
+        click.option(
+            "--tokens-per-step",
+            type=int,
+            default=SERVING.tokens_per_step,
+            show_default=True,
+            help="Tokens that a decoder's step computes at most; one longer prompt has a profile of its own.",
+        ),
+        click.option(
+            "--kv-blocks",
+            type=int,
+            default=SERVING.kv_blocks,
+            show_default=True,
+            help="Blocks of a decoder's paged cache; the native form has a row of the whole context for each sequence.",
+        ),
         click.option("--max-batch", type=int, default=SERVING.max_batch, show_default=True, help="Items of a batch."),
         click.option("--max-sequence", type=int, help="Longest text in tokens, where the model takes texts."),
         click.option(
@@ -77,7 +102,7 @@ def tensorrt_group() -> None:
 
 
 @tensorrt_group.command("build")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model")
 @click.option("--sku", required=True, help="Machine type; TensorRT builds on a machine of that type.")
 @sku_file_option
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The bundle.")
@@ -97,6 +122,13 @@ def tensorrt_group() -> None:
     help="16 bits around islands of FP32, chosen by ranges that are measured here.",
 )
 @click.option(
+    "--attention",
+    type=click.Choice(ATTENTIONS),
+    help="A decoder's: Kiln's plug-in over a paged cache (sm_80 or newer), or TensorRT's own layers over a linear one, "
+    "which need TensorRT 11.1; not given, the plug-in where it runs.",
+)
+@click.option("--max-context", type=int, help="Longest context of a decoder that is exported here, in tokens.")
+@click.option(
     "--passes/--no-passes",
     default=True,
     show_default=True,
@@ -112,26 +144,50 @@ def tensorrt_group() -> None:
 @tensorrt_options
 @click.option("--verbose", is_flag=True, help="Show the builder's phases and warnings.")
 def build_command(
-    model: Path,
+    model: str,
     sku: str,
     sku_file: Path | None,
     out: Path,
     backend: Any,
     precision: Precision,
+    attention: Attention | None,
+    max_context: int | None,
     passes: bool,
     check: bool,
-    max_batch: int,
-    max_sequence: int | None,
-    dims: tuple[str, ...],
     verbose: bool,
     **options: Any,
 ) -> None:
-    """Build a bundle with a TensorRT plan of the ONNX file MODEL."""
-    serving = _serving(max_batch, max_sequence, dims)
+    """Build a bundle with a TensorRT plan of MODEL: an ONNX file, or whatever build-engine takes."""
+    serving = _serving(options)
     target = resolve_sku(sku, sku_file)
     chosen = options_from_cli(options, target)
-    config = TensorRtBuild(target, out, precision, passes, backend, chosen, serving, check)
-    print(build_tensorrt(onnx_model_from_path(model), config, Progress(verbose=verbose)).path)
+    config = TensorRtBuild(target, out, precision, passes, backend, chosen, serving, check, attention)
+    progress = Progress(verbose=verbose)
+    with _exported(model, max_context, progress) as (source, tokenizer):
+        print(build_tensorrt(source, replace(config, tokenizer=tokenizer), progress).path)
+
+
+@contextmanager
+def _exported(spec: str, max_context: int | None, progress: Progress) -> Iterator[tuple[OnnxModel, Path | None]]:
+    """The ONNX model and the folder of its tokenizer, if it has one; both are there until the block ends."""
+    found = resolve_source(spec)
+    if found.kind == "onnx":
+        if max_context is not None:
+            raise KilnError(f"--max-context is {max_context}, but an .onnx file has its context fixed; leave it out")
+        assert found.path is not None
+        yield onnx_model_from_path(found.path), None
+        return
+    with tempfile.TemporaryDirectory(prefix="kiln-tensorrt-") as folder:
+        with progress.stage("load weights"):
+            loaded = load(found)
+        with progress.stage("export to ONNX"):
+            path = Path(folder) / f"{found.name}.onnx"
+            model = export_model(loaded, path, BuildConfig(max_context=max_context))
+        tokenizer = None
+        if loaded.tokenizer is not None:
+            tokenizer = Path(folder) / "tokenizer"
+            loaded.tokenizer.save_pretrained(tokenizer)
+        yield model, tokenizer
 
 
 @tensorrt_group.command("provider-options")
@@ -140,23 +196,18 @@ def build_command(
 @click.option("--cache", type=click.Path(path_type=Path), required=True, help="Folder of its engine caches.")
 @serving_options
 @tensorrt_options
-def provider_options_command(
-    model: Path,
-    backend: Any,
-    cache: Path,
-    max_batch: int,
-    max_sequence: int | None,
-    dims: tuple[str, ...],
-    **options: Any,
-) -> None:
+def provider_options_command(model: Path, backend: Any, cache: Path, **options: Any) -> None:
     """Print the options that ONNX Runtime's TensorRT provider gets for the ONNX file MODEL, as JSON."""
     found = onnx_model_from_path(model)
-    profiles = derive_profiles(found.inputs, found.decoder, _serving(max_batch, max_sequence, dims))
+    profiles = derive_profiles(found.inputs, found.decoder, _serving(options))
     print(json.dumps(provider_options(backend, found.inputs, profiles, options_from_cli(options), cache), indent=1))
 
 
-def _serving(max_batch: int, max_sequence: int | None, dims: tuple[str, ...]) -> ServingShapes:
-    sizes = dict(sizes_from_text(text) for text in dims)
-    if len(sizes) < len(dims):
-        raise KilnError(f"--dim gives one dimension twice: {', '.join(dims)}")
-    return ServingShapes(max_batch=max_batch, max_sequence=max_sequence, dims=sizes)
+def _serving(options: dict[str, Any]) -> ServingShapes:
+    """Takes its own out of `options`. Raises KilnError."""
+    texts = options.pop("dims")
+    sizes = dict(sizes_from_text(text) for text in texts)
+    if len(sizes) < len(texts):
+        raise KilnError(f"--dim gives one dimension twice: {', '.join(texts)}")
+    names = [field.name for field in fields(ServingShapes) if field.name in options]
+    return ServingShapes(dims=sizes, **{name: options.pop(name) for name in names})

@@ -212,8 +212,6 @@ def _optional(sku: Sku, machine: Machine) -> list[Need]:
     command = _pip(machine, *missing) if missing else None
     needs.append(Need("torch, for all sources but .onnx", ("build",), problem, command))
     needs.append(Need("attention plugin, for decoders", _BOTH, attention_problem(sku) or ""))
-    if sku.backend == "tensorrt":
-        needs.append(Need("decoders", _BOTH, "this version of Kiln builds none with TensorRT yet"))
     return needs
 
 

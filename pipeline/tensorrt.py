@@ -1,8 +1,8 @@
 """A TensorRT bundle from an ONNX model: passes, rules, profiles, the plan, and a comparison with the model.
 
 The passes are those for TensorRT, whatever backend the SKU has by default. Q and D that TensorRT would read as other
-values are refused before anything is built; those that it would not fuse are named. Decoders are refused: their
-attention is an operator of its own.
+values are refused before anything is built; those that it would not fuse are named. A decoder's attention takes one of
+the forms of `pipeline.tensorrt_decoder`.
 """
 
 import shutil
@@ -13,10 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
-
-from engines.backends.base import InferBackend
-from engines.backends.onnxruntime import OnnxRuntimeModel
+from engines.backends.base import DecoderBackend
 from engines.backends.ort_tensorrt import BACKENDS as ORT_BACKENDS
 from engines.backends.ort_tensorrt import PACKAGES as ORT_PACKAGES
 from engines.backends.ort_tensorrt import (
@@ -26,12 +23,13 @@ from engines.backends.ort_tensorrt import (
     fill_engine_cache,
     provider_version,
 )
-from engines.backends.tensorrt.api import Product
+from engines.backends.tensorrt.api import Attention, Product
 from engines.backends.tensorrt.build import Plan, build_plan, forecast_build_memory, profiles_digest
 from engines.backends.tensorrt.child import PLAN
 from engines.backends.tensorrt.key import EngineKey
 from engines.backends.tensorrt.layers import float_products
-from engines.backends.tensorrt.opening import model_from_plan
+from engines.backends.tensorrt.native_graph import OLDEST_NATIVE
+from engines.backends.tensorrt.opening import decoder_from_plan, model_from_plan
 from engines.backends.tensorrt.options import TensorRtOptions
 from engines.backends.tensorrt.profiles import Profile, ServingShapes, derive_profiles
 from engines.bundle import EngineBundle, file_records, temporary_sibling, write_bundle
@@ -50,20 +48,28 @@ from engines.sku_detect import Gpu, NoDriverError, match_gpu, own_gpus
 from passes.graph import graph_from_path
 from passes.onnx_model import OnnxModel, external_files, load_structure
 from passes.quantization.tensorrt_placement import placement_faults, quantised_products, require_readable
-from passes.standard import Precision
+from passes.standard import PassSwitches, Precision
 from pipeline.forecast import size
 from pipeline.optimize import OptimizeConfig, optimize
 from pipeline.pass_report import record_from_report, result_of
 from pipeline.progress import Progress
+from pipeline.tensorrt_check import NAME, checked_model
+from pipeline.tensorrt_decoder import (
+    SWITCHES,
+    DecoderForm,
+    attention_for,
+    checked,
+    decoder_form,
+    linear_check,
+)
+from plugins.abi import abi_hash
 from plugins.errors import KilnError
 
 TensorRtBackend = Product | Backend
 BACKENDS: tuple[str, ...] = (*get_args(Product), *ORT_BACKENDS)
 DISTRIBUTION = "kiln-engine"
-MODEL = "model.onnx"
+MODEL, TOKENIZER = "model.onnx", "tokenizer"
 _NAMED = 5
-_LIMIT = 5e-2
-"""Largest relative error against the ONNX model on a CPU: that of a pass which changes precision."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,10 @@ class TensorRtBuild:
     options: TensorRtOptions = field(default_factory=TensorRtOptions)
     serving: ServingShapes = field(default_factory=ServingShapes)
     check: bool = True
+    attention: Attention | None = None
+    """Of a decoder; None for the plug-in where it runs."""
+    tokenizer: Path | None = None
+    """A folder that goes into the bundle."""
 
     def __post_init__(self) -> None:
         if not self.passes and self.precision != "fp32":
@@ -92,28 +102,55 @@ class TensorRtBuild:
 
 def build_tensorrt(source: OnnxModel, config: TensorRtBuild, progress: Progress) -> EngineBundle:
     """Rewrite, build, check and publish. Raises KilnError; nothing is published that was to be checked and failed."""
-    if source.decoder is not None:
-        raise KilnError(
-            f"{source.path} is a decoder's serving graph, whose paged attention TensorRT has no operator for; build it "
-            "for ONNX Runtime with build-engine"
-        )
+    attention = _attention_of(source, config)
     gpu = _gpu_for(config)
-    if not config.passes:
-        return _build(source, source, (), config, gpu, progress)
     with temporary_sibling(config.out) as workspace:
-        target = config.sku.model_copy(update={"backend": "tensorrt", "provider": None, "options": {}})
-        with progress.stage("graph passes"):
-            model, reports = optimize(source, workspace / MODEL, target, OptimizeConfig(precision=config.precision))
-        for report in reports:
-            (progress.note if report.rolled_back else progress.detail)(f"{report.name}: {result_of(report)}")
-        records = tuple(record_from_report(report) for report in reports)
-        return _build(source, model, records, config, gpu, progress)
+        model: OnnxModel = source
+        records: tuple[PassRecord, ...] = ()
+        if config.passes:
+            model, records = _rewritten(source, workspace, config, progress)
+        form = None
+        if attention is not None:
+            with progress.stage(f"attention: {attention}"):
+                form = decoder_form(model, attention, config.sku, config.serving, config.precision, workspace)
+            model = form.model
+        return _build(source, model, records, form, config, gpu, progress)
+
+
+def _attention_of(source: OnnxModel, config: TensorRtBuild) -> Attention | None:
+    """The form of a decoder's attention, None without any. Raises KilnError for one that it cannot take."""
+    if source.decoder is None:
+        if config.attention is not None:
+            raise KilnError(f"{source.path} is no decoder's serving graph: leave --attention {config.attention} out")
+        return None
+    attention = attention_for(config.sku, config.attention, config.backend)
+    if attention == "plugin" and config.options.strip_weights:
+        raise KilnError(
+            "a plan without weights is refitted by TensorRT's parser, which takes no plug-ins there: leave "
+            "--trt-strip-weights out, or build with --attention native"
+        )
+    return attention
+
+
+def _rewritten(
+    source: OnnxModel, workspace: Path, config: TensorRtBuild, progress: Progress
+) -> tuple[OnnxModel, tuple[PassRecord, ...]]:
+    """After the passes for TensorRT."""
+    target = config.sku.model_copy(update={"backend": "tensorrt", "provider": None, "options": {}})
+    switches = SWITCHES if source.decoder is not None else PassSwitches()
+    with progress.stage("graph passes"):
+        chosen = OptimizeConfig(switches, precision=config.precision)
+        model, reports = optimize(source, workspace / MODEL, target, chosen)
+    for report in reports:
+        (progress.note if report.rolled_back else progress.detail)(f"{report.name}: {result_of(report)}")
+    return model, tuple(record_from_report(report) for report in reports)
 
 
 def _build(
     source: OnnxModel,
     model: OnnxModel,
     passes: tuple[PassRecord, ...],
+    form: DecoderForm | None,
     config: TensorRtBuild,
     gpu: Gpu | None,
     progress: Progress,
@@ -127,15 +164,17 @@ def _build(
     if len(faults) > _NAMED:
         progress.note(f"Q and D: {len(faults) - _NAMED} more places cost time")
     products = [node.name for node in quantised_products(graph)]
-    profiles = derive_profiles(model.inputs, None, config.serving)
+    profiles = derive_profiles(model.inputs, model.decoder, config.serving)
     for profile in profiles:
         sizes = ", ".join(f"{symbol} {sizes}" for symbol, sizes in profile.symbols.items())
         progress.note(f"profile {profile.name}: {sizes or 'fixed shapes'}")
     progress.note(f"building will take about {size(forecast_build_memory(model))} of host memory")
 
-    made = _Made(source, model, passes, profiles, config, gpu)
+    made = _Made(source, model, passes, profiles, form, config, gpu)
 
     def fill(folder: Path) -> Manifest:
+        if config.tokenizer is not None:
+            shutil.copytree(config.tokenizer, folder / TOKENIZER)
         if config.backend in ORT_BACKENDS:
             return _with_engine_cache(made, folder, progress)
         return _with_plan(made, products, folder, progress)
@@ -175,6 +214,7 @@ class _Made:
     model: OnnxModel
     passes: tuple[PassRecord, ...]
     profiles: tuple[Profile, ...]
+    form: DecoderForm | None
     config: TensorRtBuild
     gpu: Gpu | None
 
@@ -186,7 +226,7 @@ class _Made:
             sku=config.sku.name,
             arch=config.sku.arch,
             driver=None if self.gpu is None else self.gpu.driver,
-            plugin_abi=None,
+            plugin_abi=None if self.form is None or self.form.kernels is None else abi_hash(),
             model_sha256=self.source.sha256,
             options=config.options.digest,
             profiles=profiles_digest(self.profiles),
@@ -199,23 +239,31 @@ def _with_plan(made: _Made, products: Sequence[str], folder: Path, progress: Pro
     """TensorRT's own plan."""
     config, product = made.config, made.config.backend
     assert product == "tensorrt" or product == "tensorrt_rtx"
+    form = made.form
+    checks = _cpu_checks(made, progress)
     with progress.stage("build the engine"):
         plan = build_plan(
             made.model,
             made.profiles,
             config.options,
             folder,
+            parsed=None if form is None else form.parsed,
+            kernels=None if form is None else form.kernels,
+            least=OLDEST_NATIVE if form is not None and form.attention == "native" else (),
             product=product,
             inspect=config.check,
             observe=progress.detail,
         )
     _report(plan, products, progress)
-    weights = _copied(made.model, folder) if config.options.strip_weights else None
+    weights = (
+        _copied(made.model, folder, None if form is None else form.parsed) if config.options.strip_weights else None
+    )
     key = made.key(product, plan.tensorrt)
     record = TensorRtRecord(
         key=key,
         options=config.options.to_dict(),
         profiles=made.profiles,
+        attention=None if form is None else form.attention,
         weights=MODEL if weights is not None else None,
         build_memory=plan.peak_memory,
         build_memory_forecast=plan.forecast_memory,
@@ -224,9 +272,46 @@ def _with_plan(made: _Made, products: Sequence[str], folder: Path, progress: Pro
         timings_added=plan.timings_added,
         warnings=plan.warnings,
     )
-    checks = _checks(made, lambda: model_from_plan(plan.path, key, made.model.inputs, made.profiles, weights), progress)
+    checks += _plan_checks(made, plan.path, key, weights, progress)
     backend = BackendRecord(name=product, version=plan.tensorrt, provider="TensorRT")
     return _manifest(made, backend, PLAN, record, checks, folder)
+
+
+def _cpu_checks(made: _Made, progress: Progress) -> tuple[CheckRecord, ...]:
+    """What can be judged before a builder is started, on any machine."""
+    if made.form is None:
+        return ()
+    with progress.stage("check the graph"):
+        check = linear_check(made.source, made.form)
+    if check is not None:
+        progress.note(f"{check.name}: {check.sentence()}")
+    return () if check is None else (check,)
+
+
+def _plan_checks(
+    made: _Made, plan: Path, key: EngineKey, weights: Path | None, progress: Progress
+) -> tuple[CheckRecord, ...]:
+    """The engine on the GPU that it was built on, against ONNX Runtime on the CPU."""
+    inputs, profiles, form, decoder = made.model.inputs, made.profiles, made.form, made.model.decoder
+    if form is None or decoder is None:
+        opened = lambda: model_from_plan(plan, key, inputs, profiles, weights)  # noqa: E731
+        return _checked(made, lambda: checked_model(made.source, profiles, opened), progress)
+
+    def opened_decoder() -> DecoderBackend:
+        return decoder_from_plan(plan, key, form.attention, inputs, profiles, decoder.kv, weights)
+
+    running = made.config.serving.max_running
+    return _checked(made, lambda: checked(made.source, opened_decoder, decoder, NAME, running), progress)
+
+
+def _checked(made: _Made, check: Callable[[], CheckRecord], progress: Progress) -> tuple[CheckRecord, ...]:
+    if not made.config.check:
+        progress.note("not checked: compare it with the model on its GPU before it is used")
+        return ()
+    with progress.stage("check"):
+        found = check()
+    progress.note(f"{found.name}: {found.sentence()}")
+    return (found,)
 
 
 def _with_engine_cache(made: _Made, folder: Path, progress: Progress) -> Manifest:
@@ -240,11 +325,8 @@ def _with_engine_cache(made: _Made, folder: Path, progress: Progress) -> Manifes
     record = TensorRtRecord(
         key=key, options=config.options.to_dict(), profiles=made.profiles, build_memory=0, build_memory_forecast=0
     )
-    checks = _checks(
-        made,
-        lambda: OrtTensorRtModel(engine, backend, made.model.inputs, made.profiles, config.options),
-        progress,
-    )
+    opened = lambda: OrtTensorRtModel(engine, backend, made.model.inputs, made.profiles, config.options)  # noqa: E731
+    checks = _checked(made, lambda: checked_model(made.source, made.profiles, opened), progress)
     provider = BackendRecord(name="onnxruntime", version=version(ORT_PACKAGES[backend]), provider=PROVIDERS[backend])
     return _manifest(made, provider, MODEL, record, checks, folder)
 
@@ -262,50 +344,13 @@ def _report(plan: Plan, products: Sequence[str], progress: Progress) -> None:
         progress.detail(warning)
 
 
-def _copied(model: OnnxModel, folder: Path) -> Path:
-    """The graph and its weights, in the bundle."""
+def _copied(model: OnnxModel, folder: Path, graph: Path | None = None) -> Path:
+    """The graph, or another one with the same weights, and its weights, in the bundle."""
     for file in external_files(model.path, load_structure(model.path)):
         target = folder / file.relative_to(model.path.parent)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-    return Path(shutil.copyfile(model.path, folder / MODEL))
-
-
-def _checks(made: _Made, opened: Callable[[], InferBackend], progress: Progress) -> tuple[CheckRecord, ...]:
-    """Compare with ONNX Runtime on the CPU, on random inputs at the best sizes of each profile."""
-    if not made.config.check:
-        progress.note("not checked: compare it with the model on its GPU before it is used")
-        return ()
-    with progress.stage("check"):
-        engine, reference = opened(), OnnxRuntimeModel(made.source.path, optimized=False)
-        worst = 0.0
-        for profile in made.profiles:
-            feeds = _random_inputs(made.source, profile)
-            expected, found = reference.infer(feeds), engine.infer(feeds)
-            for name, values in expected.items():
-                difference = np.abs(found[name].astype(np.float64) - values).max()
-                worst = max(worst, float(difference / max(float(np.abs(values).max()), 1e-30)))
-        engine.close()
-        reference.close()
-    if not worst <= _LIMIT:
-        raise KilnError(
-            f"the engine differs from {made.source.path} by {worst:.1e} of the largest output; at most {_LIMIT:.0e} is "
-            "expected: build with --trt-optimization-level 0, or with --precision fp32, to see which of the two it is"
-        )
-    check = CheckRecord(name="engine against the model on a CPU", value=worst, limit=_LIMIT, origin="random inputs")
-    progress.note(f"{check.name}: {check.sentence()}")
-    return (check,)
-
-
-def _random_inputs(model: OnnxModel, profile: Profile) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    feeds = {}
-    for tensor in model.inputs:
-        shape = profile.shapes(tensor)[1]
-        kind = np.dtype(tensor.dtype).kind
-        values = rng.standard_normal(shape) if kind == "f" else rng.integers(0, 2, shape)
-        feeds[tensor.name] = values.astype(tensor.dtype)
-    return feeds
+    return Path(shutil.copyfile(graph or model.path, folder / MODEL))
 
 
 def _manifest(
@@ -330,8 +375,10 @@ def _manifest(
         ),
         sku=SkuRecord(name=sku.name, arch=sku.arch),
         backend=backend,
-        precision="fp32",  # of inputs and outputs; what layers compute in is in the pass records and layers.json
+        precision=made.config.precision,
         engine=engine,
+        tokenizer=TOKENIZER if (folder / TOKENIZER).is_dir() else None,
+        decoder=made.model.decoder,
         inputs=inputs,
         outputs=outputs,
         passes=made.passes,

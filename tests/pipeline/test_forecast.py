@@ -266,19 +266,19 @@ def test_a_decoder_for_a_t4_is_told_of_the_plugin_free_form(tiny_llama_folder, s
         KilnError, match=r"t4 is sm_75.* needs sm_80 or newer; .*only in the plugin-free form"
     ) as caught:
         build(str(tiny_llama_folder), ["t4"], BuildConfig(out=tmp_path / "out"), silent)
-    assert "TensorRT" in str(caught.value)
+    assert str(caught.value).endswith("kiln tensorrt build MODEL --sku t4 --out BUNDLE --attention native")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plain_model_for_a_t4_needs_no_plugin(net, silent, tmp_path):
     with pytest.raises(KilnError, match="t4 is built with TensorRT") as caught:
         build(str(net), ["t4"], BuildConfig(out=tmp_path / "out"), silent)
-    assert "kiln tensorrt build MODEL.onnx --sku t4" in str(caught.value)
+    assert "kiln tensorrt build MODEL --sku t4" in str(caught.value)
     assert "plugin" not in str(caught.value)
 
 
-def test_a_decoder_for_a_jetson_is_refused_for_what_is_missing(tiny_llama_folder, silent, tmp_path):
-    with pytest.raises(KilnError, match="decoders not yet in this version"):
+def test_a_decoder_for_a_jetson_is_told_of_kiln_tensorrt(tiny_llama_folder, silent, tmp_path):
+    with pytest.raises(KilnError, match=r"built with TensorRT.*: kiln tensorrt build MODEL --sku jetson-orin"):
         build(str(tiny_llama_folder), ["jetson-orin"], BuildConfig(out=tmp_path / "out"), silent)
 
 

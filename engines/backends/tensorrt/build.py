@@ -65,6 +65,7 @@ def build_plan(
     *,
     parsed: Path | None = None,
     kernels: Kernels | None = None,
+    least: Sequence[int] = (),
     product: Product = "tensorrt",
     inspect: bool = False,
     observe: Callable[[str], None] = lambda phase: None,
@@ -72,7 +73,7 @@ def build_plan(
     """Write plan, timing cache, log and layers into `folder`, which exists. `observe` hears of each phase.
 
     `parsed` is the same graph in operators that only TensorRT's parser knows, where there are such; `kernels` are those
-    of the attention plug-in, where the graph has layers of it.
+    of the attention plug-in, where the graph has layers of it, and `least` the oldest TensorRT that has its operators.
 
     Raises KilnError: for a profile that the graph does not compute with, a graph that TensorRT does not take, memory
     that would not do, and a builder that crashed. The log stays in `folder`.
@@ -88,7 +89,7 @@ def build_plan(
     if kernels is not None:
         kernels.ptx()  # compiled, and where that fails said, before a builder is started
     own = None if kernels is None else asdict(kernels)
-    request = Request(product, str((parsed or model.path).resolve()), shapes, options.to_dict(), own, inspect)
+    request = Request(product, str((parsed or model.path).resolve()), shapes, options.to_dict(), own, least, inspect)
     (folder / REQUEST).write_text(json.dumps(asdict(request)), encoding="utf-8")
     code, peak = _run_child(folder, observe)
     result = _result(folder, code, peak, forecast)

@@ -29,7 +29,8 @@ PLAN, CACHE, LOG, LAYERS, INSPECTED = "engine.plan", "timing.cache", "build.log"
 class Request:
     """What to build. `profiles` are, in order, least, best and most shape of each input by name.
 
-    `kernels` are the fields of `tensorrt_plugin.Kernels`, for a graph with layers of the attention plug-in.
+    `kernels` are the fields of `tensorrt_plugin.Kernels`, for a graph with layers of the attention plug-in; `least` is
+    the oldest TensorRT, major and minor, that has the graph's operators.
     """
 
     product: Product
@@ -37,6 +38,7 @@ class Request:
     profiles: Sequence[Mapping[str, Sequence[Sequence[int]]]]
     options: Mapping[str, Any]
     kernels: Mapping[str, Any] | None = None
+    least: Sequence[int] = ()
     inspect: bool = False
     """Load the plan and ask TensorRT's own inspector, which needs the GPU that it was built for."""
 
@@ -59,6 +61,8 @@ class Result:
 def build_in_this_process(folder: Path, request: Request) -> Result:
     """Parse and build. Raises KilnError with TensorRT's reason."""
     trt = tensorrt_module(request.product)
+    if request.product == "tensorrt":
+        _refuse_older(trt.__version__, request.least)
     options = options_from_dict(request.options)
     log = log_to_file(folder / LOG)
     logger = logger_for(trt, log)
@@ -106,6 +110,14 @@ def build_in_this_process(folder: Path, request: Request) -> Result:
         timings_added=None if before is None or after is None else len(after - before),
         warnings=log.warnings,
     )
+
+
+def _refuse_older(version: str, least: Sequence[int]) -> None:
+    if [int(part) for part in version.split(".")[:2]] < list(least):
+        raise KilnError(
+            f"found TensorRT {version}; a decoder without plug-in needs {'.'.join(map(str, least))} or newer, for its "
+            "attention over sequences of their own lengths: update it, or build with --attention plugin"
+        )
 
 
 def _configure(trt: TensorRt, config: IBuilderConfig, options: TensorRtOptions) -> None:

@@ -39,6 +39,13 @@ def machine_key(built: EngineKey, version: str | None = None) -> EngineKey:
     )
 
 
+def limits_of(profiles: Sequence[Profile]) -> tuple[int, int]:
+    """Sequences and tokens of one step that a decoder's engine takes, whatever the step consists of."""
+    decode, chunk = profiles[0].symbols, profiles[1].symbols
+    running = decode["seqs"].most
+    return running, chunk["tokens"].most if "tokens" in chunk else max(chunk["step"].most, running)
+
+
 def model_from_plan(
     plan: Path, built: EngineKey, inputs: Sequence[Tensor], profiles: Sequence[Profile], weights: Path | None = None
 ) -> TensorRtModel:
