@@ -34,11 +34,13 @@ SOURCES = (
     *("paged_attention/cuda_attention.cu", "paged_attention/cuda_decode.cu", "paged_attention/cuda_prefill.cu"),
     *("paged_attention/cuda_hopper.cu", "paged_attention/cuda_ort.cc"),
     *("dense/cuda.cu", "dense/cuda_hopper.cu", "dense/cuda_portable.cu", "dense/cuda_library.cu", "dense/cuda_ort.cc"),
+    *("quant_matmul/cuda.cu", "quant_matmul/cuda_hopper.cu", "quant_matmul/cuda_portable.cu"),
+    *("quant_matmul/cuda_rows.cu", "quant_matmul/cuda_library.cu", "quant_matmul/cuda_ort.cc"),
     *("elementwise/cuda.cu", "elementwise/cuda_ort.cc"),
     *("sampling/cuda.cu", "sampling/cuda_ort.cc"),
     *("cuda_register.cc",),
 )
-ONLY_ON = {"paged_attention/cuda_hopper.cu": ("sm_90",), "dense/cuda_hopper.cu": ("sm_90",)}
+ONLY_ON = {f"{folder}/cuda_hopper.cu": ("sm_90",) for folder in ("paged_attention", "dense", "quant_matmul")}
 """Sources with nothing in them for other architectures."""
 
 _LIBRARY = "libkiln_cuda.so"

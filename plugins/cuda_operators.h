@@ -11,6 +11,7 @@ namespace kiln::ort {
 std::vector<const OrtCustomOp*> cuda_paged_attention_operators();
 std::vector<const OrtCustomOp*> cuda_dense_operators();
 std::vector<const OrtCustomOp*> cuda_elementwise_operators();
+std::vector<const OrtCustomOp*> cuda_quant_matmul_operators();
 std::vector<const OrtCustomOp*> cuda_sampling_operators();
 
 }  // namespace kiln::ort

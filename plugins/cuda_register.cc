@@ -8,6 +8,6 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(O
   using namespace kiln::ort;
   return register_operators(options, base, [] {
     return joined({cuda_paged_attention_operators(), cuda_dense_operators(), cuda_elementwise_operators(),
-                   cuda_sampling_operators()});
+                   cuda_quant_matmul_operators(), cuda_sampling_operators()});
   });
 }

@@ -1,11 +1,12 @@
-// Scratch memory of the CUDA kernels: one buffer for each stream and purpose, allocated in the first call and kept.
-// Calls of one stream run one after another, so they share it. Knows no kernel.
+// What the CUDA kernels keep for each stream: scratch memory, and libraries with a workspace, made in the first call and
+// kept, as captured graphs hold on to them. Calls of one stream run one after another, so they share it. Knows no kernel.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <tuple>
 
@@ -36,6 +37,33 @@ inline void* scratch_of(cudaStream_t stream, const void* purpose, size_t bytes) 
     buffer = fresh;
   }
   return buffer;
+}
+
+// Scratch memory of a size that varies: a buffer for each power of two, so that steps of other sizes share them and what
+// a captured graph writes to stays where it is.
+inline void* varying_scratch_of(cudaStream_t stream, size_t bytes) {
+  static const char purposes[8 * sizeof(size_t)] = {};
+  int power = 0;
+  while ((size_t{1} << power) < bytes) power++;
+  return scratch_of(stream, purposes + power, size_t{1} << power);
+}
+
+// A library's wrapper for a stream, whose calls share its workspace. Its constructor takes where to say what failed.
+template <typename Library>
+Library& library_of(cudaStream_t stream) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, cudaStream_t>, std::unique_ptr<Library>> libraries;
+  int device = 0;
+  require_cuda(cudaGetDevice(&device), "the CUDA device does not answer");
+  std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<Library>& library = libraries[{device, stream}];
+  if (!library) {
+    const char* error = nullptr;
+    auto fresh = std::make_unique<Library>(&error);
+    if (error) fail(error);
+    library = std::move(fresh);
+  }
+  return *library;
 }
 
 }  // namespace kiln::ort

@@ -1,10 +1,6 @@
 // Binds the products to ONNX Runtime as the custom operators kiln::Linear and kiln::LinearSwiGlu (schema.py has the
 // contract), for CUDAExecutionProvider: checks shapes, and takes Kiln's kernels for a few rows and cuBLAS for more.
 // Launches go to the session's stream; nothing waits. Knows nothing of how either works.
-#include <map>
-#include <memory>
-#include <mutex>
-
 #include "../cuda_operators.h"
 #include "../cuda_scratch.h"
 #include "cuda.h"
@@ -16,32 +12,6 @@ using namespace kiln;
 using namespace kiln::ort;
 
 enum Operand { kX, kWeight, kBias, kOperands };
-
-// One for each stream, whose calls share its workspace; kept, as captured graphs hold on to it.
-const cuda::LinearLibrary& library_of(cudaStream_t stream) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, std::unique_ptr<cuda::LinearLibrary>> libraries;
-  int device = 0;
-  require_cuda(cudaGetDevice(&device), "the CUDA device does not answer");
-  std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<cuda::LinearLibrary>& library = libraries[{device, stream}];
-  if (!library) {
-    const char* error = nullptr;
-    auto fresh = std::make_unique<cuda::LinearLibrary>(&error);
-    if (error) fail(error);
-    library = std::move(fresh);
-  }
-  return *library;
-}
-
-// Memory for the two halves of a product before SwiGLU: a buffer for each power of two, so that steps of other sizes
-// share them and what a captured graph writes to stays where it is.
-void* packed_of(cudaStream_t stream, size_t bytes) {
-  static const char purposes[8 * sizeof(size_t)] = {};
-  int power = 0;
-  while ((size_t{1} << power) < bytes) power++;
-  return scratch_of(stream, purposes + power, size_t{1} << power);
-}
 
 struct LinearKernel {
   static constexpr const char* kName = "Linear";
@@ -102,8 +72,8 @@ struct Kernel {
       return;
     }
     const size_t bytes = Which::kSwiGlu ? static_cast<size_t>(call.rows) * call.width * 4 : 0;
-    void* packed = bytes ? packed_of(stream, bytes) : nullptr;
-    if (const char* problem = library_of(stream).run(call, packed, stream)) fail(problem);
+    void* packed = bytes ? varying_scratch_of(stream, bytes) : nullptr;
+    if (const char* problem = library_of<cuda::LinearLibrary>(stream).run(call, packed, stream)) fail(problem);
   }
 
   static inline const char kScratch = 0;  // its address is the purpose, and one for all calls of a kind

@@ -9,6 +9,10 @@ namespace {
 
 template <typename T>
 cudaError_t launch_write(const PagedAttention& call, cudaStream_t stream) {
+  if (is_quantised(call)) {
+    const int64_t blocks = (call.tokens * int64_t{2} * call.kv_heads * 32 + kWriteThreads - 1) / kWriteThreads;
+    return launch(write_quantised_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kWriteThreads), 0, stream, call);
+  }
   const int64_t parts = (2 * call.kv_heads * call.head_dim / 8 + 31) / 32;
   const int64_t blocks = (call.tokens * parts * 32 + kWriteThreads - 1) / kWriteThreads;
   return launch(write_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kWriteThreads), 0, stream, call);
@@ -77,7 +81,7 @@ cudaError_t run(const PagedAttention& given, cudaStream_t stream) {
   if (!prefill) call.decode_rows = INT_MAX;
   if (!decode) call.decode_rows = 0;
   if (error == cudaSuccess && prefill)
-    error = device.major == 9 && !call.portable ? launch_hopper(call, stream) : launch_prefill(call, stream);
+    error = device.major == 9 && !call.portable && !is_quantised(call) ? launch_hopper(call, stream) : launch_prefill(call, stream);
   if (error == cudaSuccess && decode) error = launch_decode(call, device, stream);
   return error;
 }

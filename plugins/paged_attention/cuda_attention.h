@@ -1,7 +1,7 @@
 // Paged attention on an NVIDIA GPU: one call's operands and the entry point.
 //
-// Semantics are in schema.py; queries, keys, values, output and caches have one 16-bit type, sums and softmax are
-// float32. Knows nothing of ONNX Runtime. Owns no memory, allocates none, and never waits for the device: what it
+// Semantics are in schema.py; queries, keys, values, output and caches have one 16-bit type, or caches are int8 with
+// scales; sums and softmax are float32. Knows nothing of ONNX Runtime. Owns no memory, allocates none, and never waits for the device: what it
 // launches depends on shapes alone, so a call can be captured in a CUDA graph and replayed with other lengths.
 //
 // Lengths, block numbers and slots are on the device, where nobody checks them. The kernels clamp them to the
@@ -25,6 +25,8 @@ struct PagedAttention {
   void* output;       // [tokens, heads * head_dim]; rows of tokens that belong to no sequence are left alone
   void* key_cache;    // [blocks, block_size, kv_heads, head_dim]
   void* value_cache;
+  float* key_scale;    // [blocks, block_size, kv_heads] where the keys are int8, else null
+  float* value_scale;  // likewise
   const int32_t* cumulative;   // [seqs + 1]
   const int32_t* past;         // [seqs]
   const int32_t* block_table;  // [seqs, max_blocks]

@@ -23,6 +23,7 @@ class _PagedAttention(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "output", "key_cache", "value_cache")),
+        *((name, ctypes.c_void_p) for name in ("key_scale", "value_scale")),
         *((name, ctypes.c_void_p) for name in ("cumulative", "past", "block_table", "slots", "cos", "sin", "scratch")),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int32) for name in ("tokens", "seqs", "blocks", "block_size", "max_blocks")),
@@ -38,7 +39,7 @@ class _PagedAttention(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Operands:
-    """Inputs on the device, named and shaped as in `schema.INPUTS`; 16-bit, all of one type."""
+    """Inputs on the device, named and shaped as in `schema.INPUTS`; 16-bit, all of one type, caches perhaps int8."""
 
     query: "torch.Tensor"
     key: "torch.Tensor | None"
@@ -51,6 +52,8 @@ class Operands:
     slot_mapping: "torch.Tensor"
     cos_cache: "torch.Tensor | None" = None
     sin_cache: "torch.Tensor | None" = None
+    k_scale: "torch.Tensor | None" = None
+    v_scale: "torch.Tensor | None" = None
 
 
 class CudaAttention:
@@ -107,6 +110,7 @@ class CudaAttention:
         positions, half = (0, 0) if o.cos_cache is None else o.cos_cache.shape
         return _PagedAttention(
             *(query, key, value, output.data_ptr(), o.key_cache.data_ptr(), o.value_cache.data_ptr()),
+            *(None if scale is None else scale.data_ptr() for scale in (o.k_scale, o.v_scale)),
             *(o.cumulative_sequence_length.data_ptr(), o.past_seqlens.data_ptr(), o.block_table.data_ptr()),
             *(o.slot_mapping.data_ptr(), cos, sin, self._scratch.data_ptr()),
             *(stride, row, row),

@@ -10,19 +10,23 @@
 // Rows in shared memory are padded by 16 bytes, not swizzled: with swizzled targets cp.async splits into requests of
 // 32 bytes, and the L2's rate of requests is then the limit (H200, 64 sequences of 4096: 299 us against 265).
 //
+// Caches of int8 take the same way: see cuda_int8.cuh. Which of the two caches are, is told at run time, so that one
+// kernel does for all of them.
+//
 // How rounds are cut depends on the lengths of all sequences of the call, so the last bits of a result do, too.
 #pragma once
 
 #include <type_traits>
 
 #include "cuda_decode_work.cuh"
+#include "cuda_int8.cuh"
 
 namespace kiln::cuda {
 
-template <typename T, int kHeadDim, int kColumns>
+template <typename T, int kHeadDim, int kColumns, bool kQuantised>
 struct Decoder {
   using Layout = DecodeLayout<kHeadDim>;
-  static constexpr int kSteps = kHeadDim / 16, kRow = Layout::kRow, kTile = Layout::kTile, kRows = 8 * kColumns;
+  static constexpr int kSteps = kHeadDim / 16, kRow = Layout::kRow, kRows = 8 * kColumns;
   static constexpr int kVectors = kHeadDim / 8, kRegisters = Layout::kRegisters, kPart = Layout::kPart;
   // Where registers suffice, queries are turned only when they are needed.
   using Held = std::conditional_t<kColumns == 1, Unrotated<T>, uint4>;
@@ -31,7 +35,7 @@ struct Decoder {
   const PagedAttention& call;
   const Scores scores;
   const int warps, stages, warp, lane, group, head;
-  const uint32_t buffers;  // this warp's: [stages][keys, values][16][kRow]
+  const uint32_t buffers;  // this warp's: [stages][keys, values, scales]
   float* merging;
   // Block table entries for this warp's tiles: a lane has that of round first_entry + lane. `later` are those of the
   // first rounds of the cursor's later sequence, if contexts begin at 0.
@@ -64,27 +68,46 @@ struct Decoder {
     }
   }
 
+  __device__ __forceinline__ bool byte_keys() const { return kQuantised && call.key_scale; }
+  __device__ __forceinline__ bool byte_values() const { return kQuantised && call.value_scale; }
+  __device__ __forceinline__ int key_bytes() const { return 16 * (byte_keys() ? Layout::kByteRow : kRow); }
+  __device__ __forceinline__ int stage_bytes() const {
+    return kQuantised ? Layout::stage_bytes(call) : 2 * 16 * kRow;
+  }
+
+  // Starts copying 16 rows of a cache from element `at` on. What lies beyond the `seen` first becomes zeros: 0 times
+  // what is there may be NaN.
+  template <int kSize>
+  __device__ __forceinline__ void fetch_rows(const void* cache, int64_t at, uint32_t to, int seen) const {
+    constexpr int kBytes = kHeadDim * kSize, kEach = kBytes / 16;
+    const char* from = static_cast<const char*>(cache) + at * kSize;
+    const int stride = call.kv_heads * kBytes;
+#pragma unroll
+    for (int i = 0; i < kEach / 2; i++) {
+      const int row = (i * 32 + lane) / kEach, vector = (i * 32 + lane) % kEach;
+      copy_async(to + row * (kBytes + 16) + vector * 16, from + row * stride + vector * 16, row < seen ? 16 : 0);
+    }
+  }
+
   // Starts copying this warp's tile of the cursor's round.
   __device__ __forceinline__ void fetch(const DecodeCursor& cursor, int stage) const {
     const int position = cursor.begin + (cursor.round * warps + warp) * 16;
     const int block = block_of(call, __shfl_sync(kAll, entries, cursor.round - first_entry));
     if (position >= cursor.of.end) return;
-    const int stride = call.kv_heads * kHeadDim;
-    const int64_t at =
-        (static_cast<int64_t>(block) * call.block_size + position % call.block_size) * stride + head * kHeadDim;
-    const T* keys = static_cast<const T*>(call.key_cache) + at;
-    const T* values = static_cast<const T*>(call.value_cache) + at;
-    const uint32_t to = buffers + stage * 2 * kTile;
-    const int seen = cursor.of.end - position;  // rows beyond become zeros: 0 times what is there may be NaN
-#pragma unroll
-    for (int i = 0; i < kVectors / 2; i++) {
-      const int row = (i * 32 + lane) / kVectors, vector = (i * 32 + lane) % kVectors;
-      copy_async(to + row * kRow + vector * 16, keys + row * stride + vector * 8, row < seen ? 16 : 0);
-    }
-#pragma unroll
-    for (int i = 0; i < kVectors / 2; i++) {
-      const int row = (i * 32 + lane) / kVectors, vector = (i * 32 + lane) % kVectors;
-      copy_async(to + kTile + row * kRow + vector * 16, values + row * stride + vector * 8, row < seen ? 16 : 0);
+    const int64_t slot = static_cast<int64_t>(block) * call.block_size + position % call.block_size;
+    const int64_t at = slot * call.kv_heads * kHeadDim + head * kHeadDim;
+    const uint32_t to = buffers + stage * stage_bytes();
+    const int seen = cursor.of.end - position;
+    if (byte_keys()) fetch_rows<1>(call.key_cache, at, to, seen);
+    else fetch_rows<2>(call.key_cache, at, to, seen);
+    if (byte_values()) fetch_rows<1>(call.value_cache, at, to + key_bytes(), seen);
+    else fetch_rows<2>(call.value_cache, at, to + key_bytes(), seen);
+    if constexpr (kQuantised) {
+      const float* scales = lane < 16 ? call.key_scale : call.value_scale;
+      const int row = lane % 16;
+      if (scales)
+        copy_word_async(to + stage_bytes() - 128 + lane * 4, scales + (slot + (row < seen ? row : 0)) * call.kv_heads + head,
+                        row < seen);
     }
   }
 
@@ -113,7 +136,8 @@ struct Decoder {
       uint4 vector;
       if constexpr (kColumns == 1) vector = held[i].rotated();
       else vector = held[i];
-      store_shared(rows + e / kVectors * kRow + e % kVectors * 16, vector);
+      if (byte_keys()) store_query(rows + e / kVectors * kRow, e % kVectors, vector);
+      else store_shared(rows + e / kVectors * kRow + e % kVectors * 16, vector);
     }
     __syncthreads();
 #pragma unroll
@@ -127,25 +151,118 @@ struct Decoder {
     __syncthreads();
   }
 
+  // Scores of 16 keys, but for the factor.
+  __device__ __forceinline__ void score(uint32_t stage, const uint32_t (&q)[kColumns][kSteps][2],
+                                        float (&s)[kColumns][4]) const {
+    if (byte_keys()) {
+      const uint32_t word = stage + lane / 4 * Layout::kByteRow + lane % 4 * 4;
+#pragma unroll
+      for (int k = 0; k < kSteps; k++) {
+        uint32_t a[4];
+        expand<T>(load_word(word + k * 16), a[0], a[2]);
+        expand<T>(load_word(word + 8 * Layout::kByteRow + k * 16), a[1], a[3]);
+#pragma unroll
+        for (int n = 0; n < kColumns; n++) Numbers<T>::multiply(s[n], a, q[n][k][0], q[n][k][1]);
+      }
+      const uint32_t scale = stage + stage_bytes() - 128 + lane / 4 * 4;
+      const float low = load_float(scale), high = load_float(scale + 32);
+#pragma unroll
+      for (int n = 0; n < kColumns; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[n][i] *= i < 2 ? low : high;
+      return;
+    }
+#pragma unroll
+    for (int k = 0; k < kSteps; k++) {
+      uint32_t a[4];
+      load_matrices(a, stage + (lane & 15) * kRow + (k * 2 + (lane >> 4)) * 16);
+#pragma unroll
+      for (int n = 0; n < kColumns; n++) Numbers<T>::multiply(s[n], a, q[n][k][0], q[n][k][1]);
+    }
+  }
+
+  using Accumulators = float[kColumns][kSteps][4];
+  using Kept = float[kColumns][2];
+
+  static __device__ __forceinline__ void keep(float (&o)[4], const float (&kept)[2]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) o[i] *= kept[i & 1];
+  }
+
+  // o = o * kept + weights times the stage's values.
+  __device__ __forceinline__ void add_values(uint32_t stage, const float (&s)[kColumns][4], const Kept& kept,
+                                             Accumulators& o) const {
+    const uint32_t values = stage + key_bytes();
+    uint32_t p[kColumns][2], rest[kColumns][2];
+#pragma unroll
+    for (int n = 0; n < kColumns; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const uint32_t pair = Numbers<T>::pack(s[n][2 * i], s[n][2 * i + 1]);
+        p[n][i] = transposed(pair);
+        if (Numbers<T>::kSplitWeights) {
+          const float2 rounded = Numbers<T>::unpack(pair);
+          rest[n][i] = transposed(Numbers<T>::pack(s[n][2 * i] - rounded.x, s[n][2 * i + 1] - rounded.y));
+        }
+      }
+#pragma unroll
+    for (int d = 0; d < kSteps; d++) {
+      uint32_t a[4];
+      load_transposed(a, values + ((lane & 7) + (lane >> 4) * 8) * kRow + (d * 2 + (lane >> 3 & 1)) * 16);
+#pragma unroll
+      for (int n = 0; n < kColumns; n++) {
+        keep(o[n][d], kept[n]);
+        Numbers<T>::multiply(o[n][d], a, p[n][0], p[n][1]);
+        if (Numbers<T>::kSplitWeights) Numbers<T>::multiply(o[n][d], a, rest[n][0], rest[n][1]);
+      }
+    }
+  }
+
+  // The same with values of int8; `dim_of` knows which dimensions the accumulators then have.
+  __device__ __forceinline__ void add_byte_values(uint32_t stage, const float (&s)[kColumns][4], const Kept& kept,
+                                                  Accumulators& o) const {
+    using Wide = Numbers<__nv_bfloat16>;
+    const uint32_t values = stage + key_bytes(), scale = stage + stage_bytes() - 64 + lane / 4 * 4;
+    uint32_t p[kColumns][2], rest[kColumns][2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float scaled = load_float(scale + i * 32);
+#pragma unroll
+      for (int n = 0; n < kColumns; n++) {
+        const SplitPair pair(scaled_weight(s[n][2 * i], scaled), scaled_weight(s[n][2 * i + 1], scaled));
+        p[n][i] = transposed(pair.high);
+        rest[n][i] = transposed(pair.low);
+      }
+    }
+#pragma unroll
+    for (int d = 0; d < kSteps; d += 2) {
+      uint32_t first[4], second[4];
+      expand_columns<__nv_bfloat16>(values + d * 16 + lane / 4 * 4, Layout::kByteRow, lane, first, second);
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const uint32_t a[] = {first[2 * j], first[2 * j + 1], second[2 * j], second[2 * j + 1]};
+#pragma unroll
+        for (int n = 0; n < kColumns; n++) {
+          keep(o[n][d + j], kept[n]);
+          Wide::multiply(o[n][d + j], a, p[n][0], p[n][1]);
+          Wide::multiply(o[n][d + j], a, rest[n][0], rest[n][1]);
+        }
+      }
+    }
+  }
+
   // Attends to the 16 positions in a stage.
-  __device__ __forceinline__ void attend(const DecodeCursor& cursor, int stage,
+  __device__ __forceinline__ void attend(const DecodeCursor& cursor, int stage_number,
                                          const uint32_t (&q)[kColumns][kSteps][2],
                                          DecodeResult<T, kHeadDim, kColumns>& result) const {
     const Sequence& of = cursor.of;
     const int first = cursor.begin + (cursor.round * warps + warp) * 16;
-    const uint32_t keys = buffers + stage * 2 * kTile, values = keys + kTile;
+    const uint32_t stage = buffers + stage_number * stage_bytes();
     float s[kColumns][4] = {};
-#pragma unroll
-    for (int k = 0; k < kSteps; k++) {
-      uint32_t a[4];
-      load_matrices(a, keys + (lane & 15) * kRow + (k * 2 + (lane >> 4)) * 16);
-#pragma unroll
-      for (int n = 0; n < kColumns; n++) Numbers<T>::multiply(s[n], a, q[n][k][0], q[n][k][1]);
-    }
+    score(stage, q, s);
     const int low_token = cursor.row / group;
     const bool whole = first + 15 <= of.past + low_token && (call.window == 0 || first >= of.end - call.window);
-    uint32_t p[kColumns][2], rest[kColumns][2];
-    float kept[kColumns][2];
+    Kept kept;
 #pragma unroll
     for (int n = 0; n < kColumns; n++) {
 #pragma unroll
@@ -172,29 +289,10 @@ struct Decoder {
         sum[j] = s[n][j] + s[n][j + 2];
       }
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const uint32_t pair = Numbers<T>::pack(s[n][2 * i], s[n][2 * i + 1]);
-        p[n][i] = transposed(pair);
-        if (Numbers<T>::kSplitWeights) {
-          const float2 rounded = Numbers<T>::unpack(pair);
-          rest[n][i] = transposed(Numbers<T>::pack(s[n][2 * i] - rounded.x, s[n][2 * i + 1] - rounded.y));
-        }
-      }
-#pragma unroll
       for (int j = 0; j < 2; j++) result.l[n][j] = result.l[n][j] * kept[n][j] + sum[j];
     }
-#pragma unroll
-    for (int d = 0; d < kSteps; d++) {
-      uint32_t a[4];
-      load_transposed(a, values + ((lane & 7) + (lane >> 4) * 8) * kRow + (d * 2 + (lane >> 3 & 1)) * 16);
-#pragma unroll
-      for (int n = 0; n < kColumns; n++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) result.o[n][d][i] *= kept[n][i & 1];
-        Numbers<T>::multiply(result.o[n][d], a, p[n][0], p[n][1]);
-        if (Numbers<T>::kSplitWeights) Numbers<T>::multiply(result.o[n][d], a, rest[n][0], rest[n][1]);
-      }
-    }
+    if (byte_values()) add_byte_values(stage, s, kept, result.o);
+    else add_values(stage, s, kept, result.o);
   }
 
   // Merges all warps' results and hands the merged accumulators out: `take(n, register, x, m, l)` in each thread for
@@ -234,13 +332,19 @@ struct Decoder {
     }
   }
 
+  __device__ __forceinline__ int dim_of(int reg) const {
+    const int step = reg / 4, upper = reg >> 1 & 1;
+    if (byte_values()) return step / 2 * 32 + lane / 4 * 4 + step % 2 * 2 + upper;
+    return step * 16 + lane / 4 + upper * 8;
+  }
+
   // Where an accumulator of column n goes; null beyond the item's rows.
   __device__ __forceinline__ T* output(const Sequence& of, int first_row, int n, int reg) const {
     const int row = first_row + n * 8 + lane % 4 * 2 + (reg & 1);
     if (row >= of.count * group) return nullptr;
     return static_cast<T*>(call.output) +
            (static_cast<int64_t>(of.first + row / group) * call.heads + head * group + row % group) * kHeadDim +
-           reg / 4 * 16 + lane / 4 + (reg & 2) * 4;
+           dim_of(reg);
   }
 
   // Joins what several CTAs left in scratch. `part(i)` is the i-th CTA's.

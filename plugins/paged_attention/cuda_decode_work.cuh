@@ -14,13 +14,18 @@ struct DecodePlan {
 template <int kHeadDim>
 struct DecodeLayout {
   static constexpr int kRow = kHeadDim * 2 + 16;        // bytes of a padded row
-  static constexpr int kTile = 16 * kRow;               // of 16 keys or values
+  static constexpr int kByteRow = kHeadDim + 16;        // of one of int8
   static constexpr int kRegisters = kHeadDim / 4;       // accumulators of a thread for 8 query rows
   static constexpr int kPart = (kRegisters + 4) * 32;   // floats of one warp's result: accumulators, two m, two l
   static constexpr int kMinThreads = kHeadDim == 256 ? 64 : 128;
-  static int bytes(DecodePlan plan, int seqs, int columns, int parts) {
+  // Bytes of 16 keys with their values; where some are int8, with room for scales.
+  static __host__ __device__ __forceinline__ int stage_bytes(const PagedAttention& call) {
+    const bool keys = call.key_scale, values = call.value_scale;
+    return 16 * ((keys ? kByteRow : kRow) + (values ? kByteRow : kRow)) + (keys || values ? 2 * 16 * 4 : 0);
+  }
+  static int bytes(DecodePlan plan, const PagedAttention& call, int columns, int parts) {
     const int merge = plan.warps / 2 * kPart * 4, join = parts * columns * 8 * 4;
-    return plan.warps * plan.stages * 2 * kTile + (merge > join ? merge : join) + (seqs + 1) * 4;
+    return plan.warps * plan.stages * stage_bytes(call) + (merge > join ? merge : join) + (call.seqs + 1) * 4;
   }
 };
 

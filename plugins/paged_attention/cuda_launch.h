@@ -13,6 +13,9 @@ struct Device {
 // Of the current device; read once.
 cudaError_t current_device(Device* device);
 
+// Whether keys, or keys and values, or values are int8.
+inline bool is_quantised(const PagedAttention& call) { return call.key_scale || call.value_scale; }
+
 // `launch` of a kernel with more shared memory than any kernel may have unasked.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_large(void (*kernel)(Parameters...), int blocks, int threads, int shared_bytes, cudaStream_t stream,

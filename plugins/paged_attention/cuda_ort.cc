@@ -1,7 +1,7 @@
 // Binds the CUDA kernels to ONNX Runtime as the custom operator kiln::PagedAttention (schema.py has the contract).
 //
-// One OrtCustomOp per 16-bit type, for CUDAExecutionProvider: all operands are on the device, launches go to its
-// stream, and nothing waits. Checks ranks and shapes; values in the index tensors cannot be checked here. Copies the
+// One OrtCustomOp per 16-bit type and pair of cache types (that type or int8), for CUDAExecutionProvider: all operands
+// are on the device, launches go to its stream, and nothing waits. Checks ranks and shapes; values in the index tensors cannot be checked here. Copies the
 // caches where the outputs are not the input buffers themselves. Knows nothing of how attention works.
 #include <algorithm>
 #include <limits>
@@ -22,12 +22,14 @@ struct Kernel {
   OrtApi api;
   Attributes attributes;
   cuda::Element element;
+  bool byte_keys, byte_values;  // caches of int8
 
   void compute(OrtKernelContext* context) const;
 
  private:
   cuda::PagedAttention call_from(const Tensor (&inputs)[kInputs]) const;
-  void* updated(OrtKernelContext* context, cudaStream_t stream, const Tensor& input, Output output) const;
+  void* updated(OrtKernelContext* context, cudaStream_t stream, const Tensor& input, Output output,
+                size_t itemsize) const;
 };
 
 int32_t narrow(int64_t size, const char* name) {
@@ -38,8 +40,8 @@ int32_t narrow(int64_t size, const char* name) {
 
 cuda::PagedAttention Kernel::call_from(const Tensor (&in)[kInputs]) const {
   const Geometry sizes = geometry_from(in, attributes);
-  for (Input input : {kKeyScale, kValueScale})
-    if (in[input].present) fail(kInputNames[input], " is given, but the caches are not int8: leave it out");
+  expect_scale(in, kKeyScale, kKeyCache, byte_keys);
+  expect_scale(in, kValueScale, kValueCache, byte_values);
   cuda::PagedAttention call = {};
   const bool packed = is_packed(in);
   const int64_t itemsize = 2, query_size = sizes.heads * sizes.head_dim, key_size = sizes.kv_heads * sizes.head_dim;
@@ -79,9 +81,11 @@ cuda::PagedAttention Kernel::call_from(const Tensor (&in)[kInputs]) const {
 
 // The buffer of an output that continues an input. The runtime binds both to one buffer; anyone else gets a functional
 // operator at the price of a copy.
-void* Kernel::updated(OrtKernelContext* context, cudaStream_t stream, const Tensor& input, Output output) const {
+void* Kernel::updated(OrtKernelContext* context, cudaStream_t stream, const Tensor& input, Output output,
+                      size_t itemsize) const {
   void* data = output_data(api, context, output, input.shape);
-  size_t bytes = 2;
+  if (!data) fail(kOutputNames[output], " is missing: expected an output of the node, since its cache is int8");
+  size_t bytes = itemsize;
   for (int64_t size : input.shape) bytes *= static_cast<size_t>(size);
   if (data != input.data && bytes > 0)
     require_cuda(cudaMemcpyAsync(data, input.data, bytes, cudaMemcpyDeviceToDevice, stream),
@@ -99,39 +103,50 @@ void Kernel::compute(OrtKernelContext* context) const {
   require(api, KernelContextGetGpuComputeStream::of(api)(context, &handle));
   const cudaStream_t stream = static_cast<cudaStream_t>(handle);
   call.output = output_data(api, context, kOutput, {call.tokens, int64_t{call.heads} * call.head_dim});
-  call.key_cache = updated(context, stream, inputs[kKeyCache], kKeyCacheOut);
-  call.value_cache = updated(context, stream, inputs[kValueCache], kValueCacheOut);
+  call.key_cache = updated(context, stream, inputs[kKeyCache], kKeyCacheOut, byte_keys ? 1 : 2);
+  call.value_cache = updated(context, stream, inputs[kValueCache], kValueCacheOut, byte_values ? 1 : 2);
+  if (byte_keys) call.key_scale = static_cast<float*>(updated(context, stream, inputs[kKeyScale], kKeyScaleOut, 4));
+  if (byte_values)
+    call.value_scale = static_cast<float*>(updated(context, stream, inputs[kValueScale], kValueScaleOut, 4));
   call.scratch = scratch_of(stream, kName, cuda::scratch_bytes());
   require_cuda(cuda::run(call, stream), "the kernels cannot be launched");
 }
 
-// The operator for one element type. OrtCustomOp comes first: ONNX Runtime hands back its address.
+// The operator for one element type and pair of cache types. OrtCustomOp comes first: ONNX Runtime hands back its
+// address.
 struct Operator : OrtCustomOp {
-  int element;
+  int element, key_element, value_element;
 };
+
+const Operator& of(const OrtCustomOp* base) { return *static_cast<const Operator*>(base); }
 
 OrtStatus* create_kernel(const OrtCustomOp* base, OrtApi api, const OrtKernelInfo* info, void** kernel) {
   return guarded(api, Kernel::kName, [&] {
-    const int element = static_cast<const Operator*>(base)->element;
-    *kernel = new Kernel{api, Attributes(api, info),
-                         element == kFloat16 ? cuda::Element::kFloat16 : cuda::Element::kBfloat16};
+    const Operator& op = of(base);
+    const cuda::Element element = op.element == kFloat16 ? cuda::Element::kFloat16 : cuda::Element::kBfloat16;
+    *kernel = new Kernel{api, Attributes(api, info), element, op.key_element == kInt8, op.value_element == kInt8};
   });
 }
 
-Operator make_operator(int element) {
+Operator make_operator(int element, int key_element, int value_element) {
   Operator op = {};
   fill_common<Kernel>(op);
   op.element = element;
+  op.key_element = key_element;
+  op.value_element = value_element;
   op.GetExecutionProviderType = [](const OrtCustomOp*) { return "CUDAExecutionProvider"; };
   op.GetInputTypeCount = [](const OrtCustomOp*) { return size_t{kInputs}; };
   op.GetInputType = [](const OrtCustomOp* base, size_t i) -> int {
     if (is_index(i)) return kInt32;
+    if (i == kKeyCache) return of(base).key_element;
+    if (i == kValueCache) return of(base).value_element;
     const bool is_float = i == kCos || i == kSin || i == kKeyScale || i == kValueScale;
-    return is_float ? int{kFloat} : static_cast<const Operator*>(base)->element;
+    return is_float ? int{kFloat} : of(base).element;
   };
   op.GetOutputTypeCount = [](const OrtCustomOp*) { return size_t{kOutputs}; };
   op.GetOutputType = [](const OrtCustomOp* base, size_t i) -> int {
-    return i == kKeyScaleOut || i == kValueScaleOut ? int{kFloat} : static_cast<const Operator*>(base)->element;
+    if (i == kKeyScaleOut || i == kValueScaleOut) return kFloat;
+    return i == kKeyCacheOut ? of(base).key_element : i == kValueCacheOut ? of(base).value_element : of(base).element;
   };
   op.GetInputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
     return is_optional(i) ? kOptional : kRequired;
@@ -146,6 +161,14 @@ Operator make_operator(int element) {
 }  // namespace
 
 std::vector<const OrtCustomOp*> kiln::ort::cuda_paged_attention_operators() {
-  static const Operator operators[] = {make_operator(kFloat16), make_operator(kBfloat16)};
-  return {&operators[0], &operators[1]};
+  static const std::vector<Operator> operators = [] {
+    std::vector<Operator> all;
+    for (int element : {kFloat16, kBfloat16})
+      for (int key : {element, int{kInt8}})
+        for (int value : {element, int{kInt8}}) all.push_back(make_operator(element, key, value));
+    return all;
+  }();
+  std::vector<const OrtCustomOp*> pointers;
+  for (const Operator& op : operators) pointers.push_back(&op);
+  return pointers;
 }

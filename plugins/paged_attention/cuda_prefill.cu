@@ -8,8 +8,11 @@ namespace {
 template <typename T, int kHeadDim>
 cudaError_t launch_head(const PagedAttention& call, cudaStream_t stream) {
   using Layout = PrefillLayout<kHeadDim>;
-  return launch_large(prefill_kernel<T, kHeadDim>, most_tiles(call, Layout::kRows) * call.kv_heads, Layout::kThreads,
-                      Layout::kBytes, stream, call);
+  const int blocks = most_tiles(call, Layout::kRows) * call.kv_heads;
+  return is_quantised(call) ? launch_large(prefill_kernel<T, kHeadDim, true>, blocks, Layout::kThreads,
+                                           Layout::kQuantisedBytes, stream, call)
+                            : launch_large(prefill_kernel<T, kHeadDim, false>, blocks, Layout::kThreads, Layout::kBytes,
+                                           stream, call);
 }
 
 template <typename T>

@@ -48,23 +48,11 @@ struct Kernel {
   void* updated(OrtKernelContext* context, Pool& pool, const Tensor& input, Output output, size_t itemsize) const;
 };
 
-// INT8 caches have scales, others none.
-void expect_scale(const Tensor (&in)[kInputs], Input scale, Input cache, CacheType type) {
-  const std::vector<int64_t>& shape = in[cache].shape;
-  if (type != CacheType::kInt8 && in[scale].present)
-    fail(kInputNames[scale], " is given, but ", kInputNames[cache], " is not int8: leave it out");
-  if (type != CacheType::kInt8) return;
-  if (!in[scale].present)
-    fail(kInputNames[scale], " is missing: expected [blocks, block_size, kv_num_heads], because ", kInputNames[cache],
-         " is int8");
-  expect_shape(in[scale], scale, {shape[0], shape[1], shape[2]});
-}
-
 PagedAttention Kernel::call_from(const Tensor (&in)[kInputs]) const {
   PagedAttention call = {};
   static_cast<Geometry&>(call) = geometry_from(in, attributes);
-  expect_scale(in, kKeyScale, kKeyCache, key_type);
-  expect_scale(in, kValueScale, kValueCache, value_type);
+  expect_scale(in, kKeyScale, kKeyCache, key_type == CacheType::kInt8);
+  expect_scale(in, kValueScale, kValueCache, value_type == CacheType::kInt8);
   if (attributes.rotary) {
     call.cos = static_cast<const float*>(in[kCos].data);
     call.sin = static_cast<const float*>(in[kSin].data);

@@ -64,6 +64,18 @@ inline void expect_rank(const Tensor& tensor, Input input, size_t rank, const ch
     fail(kInputNames[input], " has the wrong rank: found ", text(tensor.shape), ", expected ", expected);
 }
 
+// INT8 caches have scales, others none.
+inline void expect_scale(const Tensor (&in)[kInputs], Input scale, Input cache, bool is_int8) {
+  const std::vector<int64_t>& shape = in[cache].shape;
+  if (!is_int8 && in[scale].present)
+    fail(kInputNames[scale], " is given, but ", kInputNames[cache], " is not int8: leave it out");
+  if (!is_int8) return;
+  if (!in[scale].present)
+    fail(kInputNames[scale], " is missing: expected [blocks, block_size, kv_num_heads], because ", kInputNames[cache],
+         " is int8");
+  expect_shape(in[scale], scale, {shape[0], shape[1], shape[2]});
+}
+
 struct Attributes {
   int64_t heads, kv_heads, window;
   bool rotary, interleaved, bfloat16;

@@ -30,11 +30,12 @@ takes the time: the CPU's does up to 16 query rows per KV head, and for a single
 
 All writes of one call happen before its reads, so a token may read what another one in the call wrote.
 
-On CUDA (cuda_ort.cc) query, key, value, output and both caches have one type, float16 or bfloat16; cos and sin are
-float32. Operands are multiplied as they are stored, queries once rounded after rotation, whatever `compute_dtype` says;
-sums and softmax are float32. Head sizes are 64, 96, 128 and 256, block sizes multiples of 16, rotary_dim/2 even, the
-scale positive; caches of int8 are not there yet. The numbers in the index tensors are on the device and are not
-checked: wrong ones give wrong results, but touch nothing outside the operands. Tokens that belong to no sequence
+On CUDA (cuda_ort.cc) query, key, value, output and both caches have one type, float16 or bfloat16, or a cache is int8;
+cos and sin are float32. Operands are multiplied as they are stored, queries once rounded after rotation, whatever
+`compute_dtype` says; sums and softmax are float32. Rows of int8 are multiplied as integers, scaled afterwards; sm_90's
+kernel for many new tokens first rounds what they stand for to the 16-bit type. Head sizes are 64, 96, 128 and 256,
+block sizes multiples of 16, rotary_dim/2 even, the scale positive. The numbers in the index tensors are on the device
+and are not checked: wrong ones give wrong results, but touch nothing outside the operands. Tokens of no sequence
 (cumulative_sequence_length ends before them) are padding: nothing of theirs is written, not even their output.
 """
 

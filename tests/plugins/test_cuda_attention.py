@@ -5,16 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from plugins.cuda_build import cuda_library
 from plugins.errors import KilnError
 from plugins.paged_attention import reference
 from plugins.paged_attention.cuda_calls import MEASURED, CudaAttention
-from plugins.paged_attention.reference import Attributes, Inputs
+from plugins.paged_attention.reference import Attributes
 
 from .conftest import Case, Sequence
-from .cuda_operands import INDICES, check_caches, check_output, of_type, on_device, on_host, poisoned
+from .cuda_operands import INDICES, check, check_output, expected_output, of_type, on_device, on_host, poisoned
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -44,34 +43,6 @@ def operator(request: pytest.FixtureRequest) -> CudaAttention:
     major, minor = torch.cuda.get_device_capability()
     library = ctypes.CDLL(str(cuda_library([f"sm_{major}{minor}"])))
     return CudaAttention(library, portable=request.param == "portable")
-
-
-def expected_output(after: Inputs, attributes: Attributes) -> NDArray:
-    """The reference over the caches as the kernel left them, and queries rounded once they are rotated."""
-    dtype, head_dim = after.key_cache.dtype, after.key_cache.shape[3]
-    as_keys = replace(attributes, kv_num_heads=attributes.num_heads)
-    slots = np.arange(len(after.query), dtype=np.int32)
-    room = np.zeros((len(after.query), 1, attributes.num_heads, head_dim), dtype)
-    rotated = reference.written(
-        replace(after, key=after.query, value=after.query, key_cache=room, value_cache=room, slot_mapping=slots),
-        as_keys,
-    )
-    query = rotated.key_cache.astype(np.float32).reshape(len(after.query), -1)
-    return reference.attention(replace(after, query=query), replace(attributes, do_rotary=0))
-
-
-def check(operator: CudaAttention, case: Case, dtype: str, decode_rows: int = MEASURED, packed: bool = False) -> None:
-    attributes, inputs = case.attributes, of_type(case, dtype)
-    operands = on_device(inputs, packed)
-    output = poisoned(operands, attributes)
-    operator(operands, attributes, output, decode_rows)
-    check_caches(inputs, operands, attributes)
-    after = replace(
-        inputs,
-        key_cache=on_host(operands.key_cache, inputs.key_cache),
-        value_cache=on_host(operands.value_cache, inputs.value_cache),
-    )
-    check_output(output, expected_output(after, attributes), dtype)
 
 
 @pytest.mark.parametrize("decode_rows", [MEASURED, DECODE, PREFILL])
@@ -166,7 +137,7 @@ def test_a_captured_graph_follows_the_lengths(operator: CudaAttention) -> None:
     captured.value_cache[:blocks] = fresh.value_cache
     output.fill_(float("nan"))
     graph.replay()
-    expected = expected_output(reference.written(inputs, case.attributes), case.attributes)
+    expected = expected_output(reference.written(inputs, case.attributes), case.attributes, "float16")
     check_output(output, expected, "float16")
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import numpy as np
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from onnx import helper
 
 from plugins.cuda_build import cuda_library
 from plugins.paged_attention import reference, schema
@@ -14,7 +14,7 @@ from plugins.paged_attention.cuda_calls import Operands
 from plugins.paged_attention.reference import Attributes
 
 from .conftest import ONNX_TYPES, Case, Sequence
-from .cuda_operands import check_caches, check_output, of_type, on_device, poisoned
+from .cuda_operands import INT8_LIMITS, check_caches, check_output, of_type, on_device, poisoned
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -35,6 +35,12 @@ CASE = Case(
     rotary_dim=128,
 )
 STATE = {"key_cache_out": "key_cache", "value_cache_out": "value_cache"}
+"""Outputs that continue an input."""
+
+
+def state(int8: str) -> dict[str, str]:
+    """The same with the scales of caches that are int8: k, v or kv."""
+    return STATE | {f"{cache}_scale_out": f"{cache}_scale" for cache in int8}
 
 
 @pytest.fixture(params=["float16", "bfloat16"])
@@ -42,14 +48,18 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def session(dtype: str, attributes: Attributes, graph: bool = False) -> ort.InferenceSession:
+def session(dtype: str, attributes: Attributes, graph: bool = False, int8: str = "") -> ort.InferenceSession:
     major, minor = torch.cuda.get_device_capability()
-    given = [spec for spec in schema.INPUTS if "scale" not in spec.name and spec.name not in ("cos_cache", "sin_cache")]
+    left_out = {"cos_cache", "sin_cache", "k_scale", "v_scale"} - set(state(int8).values())
+    given = [spec for spec in schema.INPUTS if spec.name not in left_out]
     names = [spec.name if spec in given else "" for spec in schema.INPUTS]
     types = {spec.name: "int32" if spec.dtypes == ("int32",) else dtype for spec in given}
-    outputs = dict.fromkeys(("output", *STATE), dtype)
+    types |= {"key_cache" if cache == "k" else "value_cache": "int8" for cache in int8}
+    types |= {f"{cache}_scale": "float32" for cache in int8}
+    outputs = {"output": dtype} | {name: types[source] for name, source in state(int8).items()}
+    made = [spec.name if spec.name in outputs else "" for spec in schema.OUTPUTS]
     values = {field.name: getattr(attributes, field.name) for field in fields(attributes)}
-    node = helper.make_node(schema.OP_TYPE, names, list(outputs), domain=schema.DOMAIN, **values)
+    node = helper.make_node(schema.OP_TYPE, names, made, domain=schema.DOMAIN, **values)
     described = [
         [helper.make_tensor_value_info(name, ONNX_TYPES[one], None) for name, one in side.items()]
         for side in (types, outputs)
@@ -63,38 +73,41 @@ def session(dtype: str, attributes: Attributes, graph: bool = False) -> ort.Infe
     return ort.InferenceSession(model.SerializeToString(), options, providers=[cuda])
 
 
-def bound(one: ort.InferenceSession, operands: Operands, output: "torch.Tensor", in_place: bool) -> ort.IOBinding:
+def bound(
+    one: ort.InferenceSession, operands: Operands, output: "torch.Tensor", in_place: bool, int8: str = ""
+) -> ort.IOBinding:
     binding = one.io_binding()
-    own = {name: getattr(operands, name) for name in STATE.values()}
     for node in one.get_inputs():
         bind(binding.bind_input, node.name, getattr(operands, node.name))
     bind(binding.bind_output, "output", output)
-    for name, source in STATE.items():
+    for name, source in state(int8).items():
         if in_place:
-            bind(binding.bind_output, name, own[source])
+            bind(binding.bind_output, name, getattr(operands, source))
         else:
             binding.bind_output(name, "cuda")
     return binding
 
 
 def bind(to: Callable[..., None], name: str, tensor: "torch.Tensor") -> None:
-    types = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.int32: "int32"}
-    to(name, "cuda", 0, int(getattr(TensorProto, types[tensor.dtype].upper())), tuple(tensor.shape), tensor.data_ptr())
+    element = ONNX_TYPES[str(tensor.dtype).removeprefix("torch.")]
+    to(name, "cuda", 0, int(element), tuple(tensor.shape), tensor.data_ptr())
 
 
+@pytest.mark.parametrize("int8", ["", "k", "kv"])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_session_equals_reference(dtype: str, in_place: bool) -> None:
-    inputs = of_type(CASE, dtype)
-    operands = on_device(inputs)
+def test_session_equals_reference(dtype: str, in_place: bool, int8: str) -> None:
+    inputs = of_type(CASE, dtype, int8)
+    operands = on_device(inputs, dtype=dtype)
     output = poisoned(operands, ATTRIBUTES)
-    one = session(dtype, ATTRIBUTES)
-    one.run_with_iobinding(bound(one, operands, output, in_place))
-    check_output(output, reference.paged_attention(inputs, ATTRIBUTES)[0], dtype)
+    one = session(dtype, ATTRIBUTES, int8=int8)
+    one.run_with_iobinding(bound(one, operands, output, in_place, int8))
+    limit = INT8_LIMITS[dtype] if int8 else None
+    check_output(output, reference.paged_attention(inputs, ATTRIBUTES)[0], dtype, limit)
     if in_place:
         check_caches(inputs, operands, ATTRIBUTES)
     else:
-        fresh = on_device(inputs)
-        assert torch.equal(operands.key_cache.view(torch.int16), fresh.key_cache.view(torch.int16)), "inputs stay"
+        fresh = on_device(inputs, dtype=dtype)
+        assert torch.equal(operands.key_cache.view(torch.int8), fresh.key_cache.view(torch.int8)), "inputs stay"
 
 
 def test_cuda_graph_follows_new_inputs(dtype: str) -> None:

@@ -1,0 +1,47 @@
+// Products of 8-bit rows by 8-bit weights (W8A8) on the tensor cores, by cuBLASLt: int8 with int32 sums, or e4m3 with
+// float32 sums. cuBLASLt is found at run time, where ONNX Runtime or torch has it; the library neither links against it
+// nor ships it.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+
+#include "cuda.h"
+
+namespace kiln::cuda {
+
+// What a call needs for the time it runs.
+struct QuantBuffers {
+  void* q;           // [rows, depth] bytes
+  float* row_scale;  // [rows]
+  void* sums;        // [rows, weight rows] of 4 bytes
+};
+
+// cuBLASLt and its workspace for calls of one stream at a time, on the current device. Remembers how each shape runs.
+class QuantLibrary {
+ public:
+  // Loads cuBLASLt and allocates: not while a CUDA graph is captured. `error` says what failed, or is null.
+  explicit QuantLibrary(const char** error);
+  ~QuantLibrary();
+  QuantLibrary(const QuantLibrary&) = delete;
+  QuantLibrary& operator=(const QuantLibrary&) = delete;
+
+  // Quantises the rows of x by themselves, multiplies, scales, adds the bias. One scale for each weight row; the call's
+  // scratch is not used. Null, or what failed.
+  const char* run(const QuantLinear& call, const QuantBuffers& buffers, cudaStream_t stream);
+
+ private:
+  struct Plan;
+  using Key = std::array<int64_t, 5>;
+  Plan* plan_of(const QuantLinear& call, bool direct);
+
+  void* handle_ = nullptr;
+  void* workspace_ = nullptr;
+  std::map<Key, Plan*> plans_;
+};
+
+// Null if the library takes this call, else what was found and what was expected.
+const char* unsupported_by_library(const QuantLinear& call);
+
+}  // namespace kiln::cuda
