@@ -8,6 +8,7 @@ Everything asynchronous goes to the one stream of a `CudaRuntime`. Any thread ma
 """
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,12 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _OUT_OF_MEMORY = 2
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 _HOST, _DEVICE = 1, 2  # CU_MEMORYTYPE_HOST and _DEVICE
+
+
+_SPARE_STREAMS: dict[int, list[int]] = {}
+"""By device, of runtimes that were closed. Kiln's operators keep scratch memory for each stream that they ever ran on
+(plugins/cuda_scratch.h), so streams are used again and again; so is the primary context, which is never released."""
+_LOCK = threading.Lock()
 
 
 class CudaError(KilnError):
@@ -108,11 +115,10 @@ class CudaRuntime:
         status = self._driver.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), handle)
         self._check(status, f"CUDA device {device} ({self.name}) cannot be used")
         self.enter()
-        stream = ctypes.c_void_p()
-        self._check(self._driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), "no CUDA stream")
-        self._stream = stream
-        assert stream.value is not None
-        self.address: int = stream.value
+        with _LOCK:
+            spare = _SPARE_STREAMS.setdefault(device, [])
+            self.address: int = spare.pop() if spare else self._new_stream()
+        self._stream: ctypes.c_void_p | None = ctypes.c_void_p(self.address)
 
     def enter(self) -> None:
         """Make the device the calling thread's: first thing on every thread that calls."""
@@ -216,11 +222,17 @@ class CudaRuntime:
         self._check(self._driver.cuGraphExecDestroy(ctypes.c_void_p(graph)), "a graph cannot be freed")
 
     def close(self) -> None:
-        """Give the stream and the context back, after all that used them is gone. A second call does nothing."""
+        """Leave the stream to the next runtime, after all that used this one is gone. A second call does nothing."""
         if self._stream is not None:
-            stream, self._stream = self._stream, None  # type: ignore[assignment]
-            self._driver.cuStreamDestroy_v2(stream)
-            self._driver.cuDevicePrimaryCtxRelease_v2(self._handle)
+            self._stream = None
+            with _LOCK:
+                _SPARE_STREAMS[self.device].append(self.address)
+
+    def _new_stream(self) -> int:
+        stream = ctypes.c_void_p()
+        self._check(self._driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), "no CUDA stream")
+        assert stream.value is not None
+        return stream.value
 
     def _attribute(self, number: int) -> int:
         value = ctypes.c_int()

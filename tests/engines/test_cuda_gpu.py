@@ -11,12 +11,15 @@ import pytest
 
 from engines.backends.cuda_decoder import CudaDecoder
 from engines.backends.cuda_graphs import ladder_up_to
+from engines.backends.cuda_launching import LaunchingCudaDecoder
 from engines.backends.cuda_memory import PinnedMemory
+from engines.backends.launching import samples
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
 from engines.runtime.scheduler import SchedulerConfig
 from engines.sku import resolve_sku
 from passes.onnx_model import DECODER_METADATA, onnx_model_from_path
+from passes.standard import PassSwitches
 from pipeline.expected import steps_of
 from pipeline.optimize import OptimizeConfig, optimize
 from pipeline.packed import logits_of_backend
@@ -48,13 +51,18 @@ def arch() -> str:
     return runtime.arch
 
 
-@pytest.fixture(scope="module", params=["fp16", "bf16"])
-def precision(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=["fp16", "bf16", "fp16 that samples", "bf16 that samples"])
+def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def model(precision: str, tmp_path_factory: pytest.TempPathFactory) -> Model:
+def precision(kind: str) -> str:
+    return kind.split()[0]
+
+
+@pytest.fixture(scope="module")
+def model(kind: str, precision: str, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Its `path` is the graph for CUDA, `kv` the cache of that."""
     folder = tmp_path_factory.mktemp("gpu")
     made = Model(folder / "float.onnx")
@@ -66,7 +74,8 @@ def model(precision: str, tmp_path_factory: pytest.TempPathFactory) -> Model:
         proto.graph.value_info.append(value)
     onnx.save(proto, made.path)
     source = onnx_model_from_path(made.path)
-    config = OptimizeConfig(precision=precision, verify=False)
+    disable = () if "samples" in kind else ("bind_sampling",)
+    config = OptimizeConfig(PassSwitches(disable=disable), precision=precision, verify=False)
     engine, _ = optimize(source, folder / "engine.onnx", resolve_sku("h200"), config)
     made.path, made.kv, made.decoder = engine.path, engine.decoder.kv, engine.decoder
     return made
@@ -78,7 +87,8 @@ def decoder(model: Model, arch: str) -> Iterator[Callable[..., CudaDecoder]]:
 
     def make(blocks: int | None = BLOCKS, **options) -> CudaDecoder:
         options = {"max_context": model.max_context, "plugins": [cuda_library([arch])], **options}
-        made.append(CudaDecoder(model.path, model.kv, blocks, **options))
+        opened = LaunchingCudaDecoder if samples(model.path) else CudaDecoder
+        made.append(opened(model.path, model.kv, blocks, **options))
         return made[-1]
 
     yield make
@@ -189,4 +199,5 @@ def test_closing_gives_memory_back(decoder, model: Model) -> None:
 
 def test_an_engine_file_without_its_operators_is_refused(model: Model, tmp_path: Path) -> None:
     with pytest.raises(KilnError, match="custom operators"):
-        CudaDecoder(model.path, model.kv, 4, max_context=64)
+        opened = LaunchingCudaDecoder if samples(model.path) else CudaDecoder
+        opened(model.path, model.kv, 4, max_context=64)
