@@ -124,7 +124,7 @@ def find(app: str) -> State | None:
     options, traffic = serve.get_app_handle(app).deployed.remote().result(timeout_s=60)
     found_out = report(app)
     versions = {
-        name: {state.value: count for state, count in found.deployments[DEPLOYMENT].replica_states.items()}
+        name: dict(found.deployments[DEPLOYMENT].replica_states)
         for name, found in applications.items()
         if name.startswith(f"{app}-") and DEPLOYMENT in found.deployments
     }
@@ -194,6 +194,7 @@ def _engines(options: DeployOptions, version: Version, replicas: int) -> Any:
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=_HEALTH_SECONDS,
         max_constructor_retry_count=_STARTS,
+        logging_config={"enable_access_log": False},  # the HTTP side has a line for every request
     )
     return deployment.bind(version.source, options.engine, options.http.model, options.app)
 
@@ -208,6 +209,7 @@ def _ingress(options: DeployOptions, source: BundleSource) -> Any:
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=options.http.config.max_concurrent + 64,  # beyond it the server itself says 429
         graceful_shutdown_timeout_s=options.drain,
+        logging_config={"enable_access_log": False},
     )
     return deployment.bind(options, source)
 

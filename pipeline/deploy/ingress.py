@@ -34,11 +34,13 @@ class Ingress:
         info = replace(info, tokenizer=None if tokenizer is None else str(tokenizer))
         self._engine = RemoteEngine(info, _handle, options.http.retries)
         self._engine.direct(self._traffic)
+        http = options.http
+        self._app = create_app({http.model: self._engine}, http.config, http.keys, http.embeddings)
+        await self._app.state.context.load()  # or the first request would wait for the tokenizer
         self._following = asyncio.create_task(self._follow())
 
     def __serve_build_asgi_app__(self) -> Any:
-        http = self._options.http
-        return create_app({http.model: self._engine}, http.config, http.keys, http.embeddings)
+        return self._app
 
     async def deployed(self) -> tuple[DeployOptions, Traffic | None]:
         """What it was deployed with, and what it does now."""
