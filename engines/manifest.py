@@ -140,6 +140,8 @@ class ServingRecord(Record):
     tokens_per_step: int | None = Field(default=None, ge=1)
     kv_blocks: int | None = Field(default=None, ge=1)
     max_batch: int | None = Field(default=None, ge=1)
+    decode_steps: dict[int, float] = {}
+    """On a GPU: seconds of a captured decode step by batch size, of the sizes that are to be captured."""
     objective: Literal["throughput", "goodput"]
     slo: dict[str, float] = {}
     knee: int
@@ -239,7 +241,7 @@ class TensorRtRecord(Record):
             f"{profile.name} {', '.join(f'{symbol} {sizes}' for symbol, sizes in profile.symbols.items())}".strip()
             for profile in self.profiles
         )
-        return f"for {self.key.sku} ({self.key.arch}), driver {self.key.driver or 'unknown'}; profiles {profiles}"
+        return f"for {self.key.sku} ({self.key.arch}), driver {self.key.driver or 'not recorded'}; profiles {profiles}"
 
 
 class Manifest(Record):

@@ -31,6 +31,7 @@ from engines.backends.tensorrt.layers import float_products
 from engines.backends.tensorrt.native_graph import OLDEST_NATIVE
 from engines.backends.tensorrt.opening import decoder_from_plan, model_from_plan
 from engines.backends.tensorrt.options import TensorRtOptions
+from engines.backends.tensorrt.plugin_graph import PluginTarget
 from engines.backends.tensorrt.profiles import Profile, ServingShapes, derive_profiles
 from engines.bundle import EngineBundle, file_records, temporary_sibling, write_bundle
 from engines.manifest import (
@@ -61,9 +62,11 @@ from pipeline.tensorrt_decoder import (
     checked,
     decoder_form,
     linear_check,
+    multiprocessors,
 )
 from plugins.abi import abi_hash
 from plugins.errors import KilnError
+from plugins.paged_attention.tensorrt_plugin import Element
 
 TensorRtBackend = Product | Backend
 BACKENDS: tuple[str, ...] = (*get_args(Product), *ORT_BACKENDS)
@@ -104,6 +107,7 @@ def build_tensorrt(source: OnnxModel, config: TensorRtBuild, progress: Progress)
     """Rewrite, build, check and publish. Raises KilnError; nothing is published that was to be checked and failed."""
     attention = _attention_of(source, config)
     gpu = _gpu_for(config)
+    processors = multiprocessors() if attention == "plugin" else 0
     with temporary_sibling(config.out) as workspace:
         model: OnnxModel = source
         records: tuple[PassRecord, ...] = ()
@@ -112,7 +116,7 @@ def build_tensorrt(source: OnnxModel, config: TensorRtBuild, progress: Progress)
         form = None
         if attention is not None:
             with progress.stage(f"attention: {attention}"):
-                form = decoder_form(model, attention, config.sku, config.serving, config.precision, workspace)
+                form = decoder_form(model, attention, _plugin_target(config, processors), workspace)
             model = form.model
         return _build(source, model, records, form, config, gpu, progress)
 
@@ -130,6 +134,11 @@ def _attention_of(source: OnnxModel, config: TensorRtBuild) -> Attention | None:
             "--trt-strip-weights out, or build with --attention native"
         )
     return attention
+
+
+def _plugin_target(config: TensorRtBuild, processors: int) -> PluginTarget:
+    element: Element = "bfloat16" if config.precision == "bf16" else "float16"
+    return PluginTarget(config.sku.arch, processors, config.serving.max_running, element)
 
 
 def _rewritten(

@@ -19,18 +19,17 @@ from engines.backends.tensorrt.linear_decoder import LinearDecoder, OrtLinearGra
 from engines.backends.tensorrt.linear_graph import linear_graph
 from engines.backends.tensorrt.native_graph import native_graph
 from engines.backends.tensorrt.plugin_graph import PluginTarget, plugin_graph
-from engines.backends.tensorrt.profiles import ServingShapes
 from engines.manifest import CheckRecord
 from engines.sku import Sku
 from passes.onnx_model import DecoderSpec, OnnxModel
-from passes.standard import PassSwitches, Precision
+from passes.standard import PassSwitches
 from pipeline.buildable import attention_problem
 from pipeline.compare.onnx_subject import bound_graph
 from pipeline.packed import logits_of_backend, packed_logits
 from plugins.build import cpu_library
 from plugins.cuda_runtime import cuda_driver
 from plugins.errors import KilnError
-from plugins.paged_attention.tensorrt_plugin import Element, Kernels
+from plugins.paged_attention.tensorrt_plugin import Kernels
 
 SWITCHES = PassSwitches(options={"pack_matmuls": {"packed_attention": False}})
 """TensorRT merges queries, keys and values itself; packed ones it takes apart and multiplies in float."""
@@ -69,15 +68,11 @@ def attention_for(sku: Sku, asked: Attention | None, backend: str) -> Attention:
     return "native" if problem is not None or backend == "tensorrt_rtx" else "plugin"
 
 
-def decoder_form(
-    model: OnnxModel, attention: Attention, sku: Sku, serving: ServingShapes, precision: Precision, folder: Path
-) -> DecoderForm:
+def decoder_form(model: OnnxModel, attention: Attention, target: PluginTarget, folder: Path) -> DecoderForm:
     """Write the graph that TensorRT gets into `folder`. Raises KilnError for what the form cannot do."""
-    element: Element = "bfloat16" if precision == "bf16" else "float16"
     if attention == "native":
-        made = linear_graph(model, folder / "linear.onnx", element)
+        made = linear_graph(model, folder / "linear.onnx", target.element)
         return DecoderForm(attention, made, native_graph(made, folder / "native.onnx"))
-    target = PluginTarget(sku.arch, multiprocessors(), serving.max_running, element)
     made, kernels = plugin_graph(model, folder / "plugin.onnx", target)
     return DecoderForm(attention, made, None, kernels)
 

@@ -28,7 +28,9 @@ _AMPERE = 80
 
 @dataclass(frozen=True)
 class EngineKey:
-    """Digests are SHA-256, `options` and `profiles` included. `driver` and `plugin_abi` are None where there is none.
+    """Digests are SHA-256, `options` and `profiles` included. `driver` is None for a plan that was built, and then not
+    checked, on a machine without one: it is opened nowhere until it is built where it belongs. `plugin_abi` is None
+    without plug-in.
 
     `hardware` and `version_compatible` say how far the others may differ.
     """
@@ -64,9 +66,7 @@ def refuse_mismatch(built: EngineKey, here: EngineKey, plan: Path) -> None:
     """Raise KilnError naming both sides of every field in which they differ. Nothing is deserialised."""
     names = mismatches(built, here)
     if names:
-        sides = "; ".join(
-            f"{_WORDS[name]} {_short(getattr(built, name))}, here {_short(getattr(here, name))}" for name in names
-        )
+        sides = "; ".join(f"{_WORDS[name]} {_short(name, built)}, here {_short(name, here)}" for name in names)
         raise KilnError(
             f"{plan} was built for another setting and was not opened: built for {sides}. Build it again here, "
             "or run the bundle where it belongs"
@@ -87,6 +87,8 @@ def _capability(arch: str) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def _short(value: object) -> str:
-    text = "none" if value is None else str(value)
-    return text[:12] if len(text) == 64 else text
+def _short(name: str, key: EngineKey) -> str:
+    value = getattr(key, name)
+    if value is None:
+        return "not recorded" if name == "driver" else "none"
+    return str(value)[:12] if len(str(value)) == 64 else str(value)

@@ -1,5 +1,6 @@
 """A bundle with a plan, built without a GPU: what is in it, and that nothing opens it where it does not belong."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,18 @@ from engines.backends.tensorrt.options import TensorRtOptions
 from engines.backends.tensorrt.profiles import ServingShapes, Sizes
 from engines.bundle import open_bundle
 from engines.runtime.engine import Engine
+from engines.runtime.opening import default_config
+from engines.runtime.scheduler import SchedulerConfig
 from engines.sku import resolve_sku
 from engines.sku_detect import NoDriverError, own_gpus
 from passes.onnx_model import OnnxModel, onnx_model_from_path
 from pipeline.cli import kiln_group
 from pipeline.progress import Progress
 from pipeline.tensorrt import TensorRtBuild, build_tensorrt
+from pipeline.tensorrt_decoder import attention_for
 from plugins.errors import KilnError
+
+from .serving import CONTEXT, serving_graph
 
 
 @pytest.fixture
@@ -72,6 +78,65 @@ def test_a_failed_build_leaves_nothing(builder, model: OnnxModel, tmp_path: Path
     with pytest.raises(KilnError, match="Unable to load library"):
         build_tensorrt(model, config, Progress())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def decoder(tmp_path: Path) -> OnnxModel:
+    return serving_graph(tmp_path / "decoder.onnx")
+
+
+@pytest.mark.slow
+def test_a_decoders_bundle_has_its_cache_in_the_profiles(builder, decoder: OnnxModel, tmp_path: Path) -> None:
+    """Built, like what a user gets, from a serving graph; checked in ONNX Runtime before the builder sees it."""
+    serving = ServingShapes(max_running=4, tokens_per_step=16)
+    config = TensorRtBuild(
+        resolve_sku("l4"), tmp_path / "bundle", "fp16", serving=serving, check=False, attention="native"
+    )
+    bundle = open_bundle(build_tensorrt(decoder, config, Progress()).path)
+    manifest = bundle.manifest
+    assert manifest.tensorrt is not None
+    assert manifest.decoder is not None
+    assert (manifest.precision, manifest.tensorrt.attention, manifest.decoder.kv.dtype) == ("fp16", "native", "float16")
+    assert manifest.decoder.kv.block_size == CONTEXT
+    assert [check.name for check in manifest.checks] == ["linear graph against the serving graph on a CPU"]
+    assert manifest.checks[0].value < manifest.checks[0].limit
+    assert manifest.tensorrt.key.plugin_abi is None
+    assert "driver not recorded" in manifest.tensorrt.sentence() or has_driver()
+    config_found = default_config(manifest)
+    assert (config_found.max_running, config_found.tokens_per_step, config_found.headroom) == (4, 16, 0.0)
+    if not has_driver():
+        with pytest.raises(KilnError, match="nvidia-smi"):
+            Engine.open(bundle.path)
+    with pytest.raises(KilnError, match=r"window is 8, but a TensorRT plan has its cache fixed"):
+        Engine.open(bundle.path, kv="static", window=8)
+    with pytest.raises(KilnError, match=r"max_running is 8 and tokens_per_step 16, but .* built for at most 4 and 16"):
+        Engine.open(bundle.path, config=SchedulerConfig(8, 16))
+
+
+def test_a_decoders_attention_is_chosen_by_the_sku() -> None:
+    l4, t4 = resolve_sku("l4"), resolve_sku("t4")
+    assert attention_for(l4, None, "tensorrt") == "plugin"
+    assert attention_for(l4, None, "tensorrt_rtx") == "native"
+    assert attention_for(t4, None, "tensorrt") == "native"
+    with pytest.raises(KilnError, match=r"t4 is sm_75.*kiln tensorrt build MODEL --sku t4 .* --attention native"):
+        attention_for(t4, "plugin", "tensorrt")
+    with pytest.raises(KilnError, match="TensorRT-RTX takes no plug-ins"):
+        attention_for(l4, "plugin", "tensorrt_rtx")
+    with pytest.raises(KilnError, match=r"plans of TensorRT itself; found --backend ort-trt"):
+        attention_for(l4, None, "ort-trt")
+
+
+def test_what_a_decoder_cannot_have_is_refused_before_any_work(decoder, model, tmp_path: Path) -> None:
+    options = TensorRtOptions(refit="identical", strip_weights=True)
+    config = TensorRtBuild(resolve_sku("l4"), tmp_path / "b", options=options, check=False, attention="plugin")
+    with pytest.raises(KilnError, match="leave --trt-strip-weights out, or build with --attention native"):
+        build_tensorrt(decoder, config, Progress())
+    if not has_driver():
+        with pytest.raises(KilnError, match="no CUDA driver"):
+            build_tensorrt(decoder, replace(config, options=TensorRtOptions()), Progress())
+    with pytest.raises(KilnError, match="no decoder's serving graph: leave --attention plugin out"):
+        build_tensorrt(model, config, Progress())
+    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize("backend", ["ort-trt", "ort-trt-rtx"])

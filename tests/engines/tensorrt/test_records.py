@@ -80,6 +80,11 @@ def test_a_plan_of_another_setting_is_refused_naming_both_sides(field: str, othe
     refuse_mismatch(KEY, KEY, Path("engine.plan"))
 
 
+def test_a_plan_that_was_built_without_a_driver_is_opened_nowhere() -> None:
+    with pytest.raises(KilnError, match=r"built for driver not recorded, here 580\."):
+        refuse_mismatch(replace(KEY, driver=None), replace(KEY, driver="580.1"), Path("engine.plan"))
+
+
 def test_compatible_plans_may_differ_as_far_as_they_say() -> None:
     later = replace(KEY, tensorrt="11.5.0.1")
     assert mismatches(replace(KEY, version_compatible=True), later) == ()
