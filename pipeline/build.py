@@ -34,6 +34,7 @@ from pipeline.config import BuildConfig, Precision
 from pipeline.export import export_model
 from pipeline.forecast import (
     Forecast,
+    decoder_work_from_description,
     forecast_from_description,
     forecast_from_onnx,
     forecast_plain,
@@ -108,6 +109,10 @@ def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Pr
     for sku, forecast in zip(skus, forecasts, strict=True):
         refuse_what_cannot_fit(forecast)
         refuse_unbuildable(sku, is_decoder=forecast.kv_bytes_per_token is not None, elsewhere=config.elsewhere)
+        if description is not None and description.is_decoder and not sku.is_cpu:
+            layers = decoder_work_from_description(description, config.for_sku(sku)).layers
+            sizes = [layer.head_dim for layer in layers]  # before weights are read; the graph is looked at again
+            refuse_gpu_decoder(sizes, config.block_size, sku, config.for_sku(sku).precision)
     if description is not None:
         with progress.stage("load weights"):
             torch_model = load(source, description)
@@ -187,7 +192,9 @@ def _build_for_sku(inputs: _Inputs, sku: Sku, path: Path, config: BuildConfig, p
         plugins: tuple[PluginRecord, ...] = ()
         if inputs.onnx_model.decoder is not None:
             if not sku.is_cpu:
-                refuse_gpu_decoder(inputs.onnx_model.decoder, sku, config.for_sku(sku).precision)
+                kv = inputs.onnx_model.decoder.kv
+                sizes = [layer.head_dim for layer in kv.layers]
+                refuse_gpu_decoder(sizes, kv.block_size, sku, config.for_sku(sku).precision)
             with progress.stage(f"{sku.name}: compile attention"):
                 plugins = (_copy_plugin(folder) if sku.is_cpu else gpu_plugin(folder, sku),)
             progress.detail(f"{plugins[0].operator} in {plugins[0].file}, ABI {plugins[0].abi_hash}")

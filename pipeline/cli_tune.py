@@ -13,6 +13,7 @@ from pipeline.load_test.trace import Lengths
 from pipeline.page import write_page
 from pipeline.progress import Progress
 from pipeline.tune import TuneConfig, tune
+from pipeline.tune.config import ON_CPU, ON_GPU
 from pipeline.tune.report import html_from_tuning, json_from_tuning, table_from_tuning
 from pipeline.tune.search import OBJECTIVES
 from plugins.errors import KilnError
@@ -22,7 +23,9 @@ _PROMPT, _OUTPUT = Lengths(128), Lengths(32)
 """Lengths that do not vary: the differences are those of the settings."""
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _sizes(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
@@ -46,9 +49,19 @@ def _joined(sizes: tuple[int, ...]) -> str:
     "--repetitions", type=int, default=_DEFAULTS.repetitions, show_default=True, help="Measurements of a setting."
 )
 @click.option("--window", type=float, default=_DEFAULTS.window, show_default=True, help="Least seconds of each.")
-@click.option("--max-batch", type=int, default=_DEFAULTS.max_batch, show_default=True, help="Largest batch to try.")
-@click.option("--chunk-sizes", default=_joined(_DEFAULTS.chunk_sizes), show_default=True, help="Tokens of a step.")
-@click.option("--block-sizes", default=_joined(_DEFAULTS.block_sizes), show_default=True, help="Tokens of a block.")
+@click.option(
+    "--max-batch",
+    type=int,
+    help=f"Largest batch to try.  [default: {ON_CPU.max_batch}; on a GPU {ON_GPU.max_batch}]",
+)
+@click.option(
+    "--chunk-sizes",
+    help=f"Tokens of a step.  [default: {_joined(ON_CPU.chunk_sizes)}; on a GPU {_joined(ON_GPU.chunk_sizes)}]",
+)
+@click.option(
+    "--block-sizes",
+    help=f"Tokens of a block.  [default: {_joined(ON_CPU.block_sizes)}; on a GPU the bundle's own]",
+)
 @click.option("--kv-blocks", type=int, help="Cache blocks, of the bundle's own size.  [default: what fits]")
 @click.option("--length", type=int, help="Input length of a model without a KV cache.  [default: its smallest]")
 @workload_options
@@ -64,8 +77,8 @@ def tune_command(
     bundle: Path,
     out: Path | None,
     dry_run: bool,
-    chunk_sizes: str,
-    block_sizes: str,
+    chunk_sizes: str | None,
+    block_sizes: str | None,
     html_path: Path | None,
     as_json: bool,
     **options: Any,

@@ -6,7 +6,7 @@ which has logits in the bundle to compare with. Knows no pass and no backend.
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from pipeline.expected import EXPECTED, expected_from_graph, expected_from_torch
 from pipeline.load import TorchModel
 from plugins.abi import abi_hash
 from plugins.build import cpu_library
-from plugins.cuda_build import cuda_library
+from plugins.cuda_build import cuda_library, find_nvcc
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import DOMAIN, OP_TYPE
 
@@ -35,22 +35,21 @@ UNVERIFIED_KERNELS = "the GPU's kernels did not run: the check was of the graph,
 UNMEASURED = "batch sizes and tokens of a step are defaults, nothing was measured"
 
 
-def refuse_gpu_decoder(decoder: DecoderSpec, sku: Sku, precision: Precision) -> None:
-    """Raise KilnError for a decoder that the CUDA attention does not carry."""
+def refuse_gpu_decoder(head_sizes: Iterable[int], block_size: int, sku: Sku, precision: Precision) -> None:
+    """Raise KilnError for a decoder that the CUDA attention does not carry, or without a compiler for it."""
     if precision == "fp32":
         raise KilnError(
             f"--precision is fp32, but the attention of {sku.name} computes in 16 bits: choose --precision fp16 or bf16"
         )
-    sizes = sorted({layer.head_dim for layer in decoder.kv.layers} - set(HEAD_SIZES))
+    sizes = sorted(set(head_sizes) - set(HEAD_SIZES))
     if sizes:
         raise KilnError(
             f"the model has attention heads of {', '.join(map(str, sizes))}; the attention of {sku.name} is built for "
             f"{', '.join(map(str, HEAD_SIZES))}: use --sku cpu"
         )
-    if decoder.kv.block_size % BLOCK_GRAIN:
-        raise KilnError(
-            f"--block-size is {decoder.kv.block_size}; the attention of {sku.name} takes multiples of {BLOCK_GRAIN}"
-        )
+    if block_size % BLOCK_GRAIN:
+        raise KilnError(f"--block-size is {block_size}; the attention of {sku.name} takes multiples of {BLOCK_GRAIN}")
+    find_nvcc()
 
 
 def gpu_plugin(folder: Path, sku: Sku) -> PluginRecord:

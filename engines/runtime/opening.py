@@ -1,5 +1,7 @@
 """From a bundle to what an engine is made of: backend, cache account, and how it is served unless somebody says."""
 
+from collections.abc import Sequence
+
 from engines.backends.base import DecoderBackend, InferBackend
 from engines.backends.cuda_decoder import CudaDecoder
 from engines.backends.cuda_graphs import ladder_up_to
@@ -56,8 +58,12 @@ def decoder_backend(
     swap_blocks: int,
     window: int | None,
     threads: int | None,
+    ladder: Sequence[int] | None = None,
 ) -> DecoderBackend:
-    """The bundle's engine with its cache: of `kv_blocks`, or with `window`, of a ring for each place."""
+    """The bundle's engine with its cache: of `kv_blocks`, or with `window`, of a ring for each place.
+
+    `ladder`: decode batch sizes that a GPU captures; None for those that `kiln tune` found, or the usual ones.
+    """
     if bundle.manifest.tensorrt is not None:
         given = {"kv_blocks": kv_blocks, "swap_blocks": swap_blocks or None, "window": window}
         return _tensorrt_decoder(bundle, bundle.manifest.tensorrt, decoder, config, given)
@@ -68,7 +74,8 @@ def decoder_backend(
             )
         kv_blocks = config.max_running * ring_blocks(window, config.tokens_per_step, decoder.kv.block_size)
     if bundle.manifest.backend.provider == CUDA:
-        return _cuda_decoder(bundle, decoder, config, kv_blocks, swap_blocks, window)
+        ladder = ladder or default_ladder(bundle.manifest, config.max_running)
+        return _cuda_decoder(bundle, decoder, config, kv_blocks, swap_blocks, window, ladder)
     if kv_blocks is None:
         kv_blocks = default_kv_blocks(decoder, config.max_running)
     kind = LaunchingDecoder if samples(bundle.engine_path) else OnnxRuntimeDecoder
@@ -91,6 +98,7 @@ def _cuda_decoder(
     kv_blocks: int | None,
     swap_blocks: int,
     window: int | None,
+    ladder: Sequence[int],
 ) -> CudaDecoder:
     """On the first CUDA device; without `kv_blocks` the cache takes what is left there, as far as it is of use."""
     runtime = CudaRuntime()
@@ -110,7 +118,7 @@ def _cuda_decoder(
         host_blocks=swap_blocks,
         window=window,
         plugins=bundle.plugin_paths,
-        ladder=ladder_up_to(config.max_running),
+        ladder=ladder,
         options=bundle.manifest.backend.options,
         runtime=runtime,
     )
@@ -162,6 +170,12 @@ def default_config(manifest: Manifest) -> SchedulerConfig:
     tuned = {} if serving is None else {n: getattr(serving, n) for n in ("max_running", "tokens_per_step")}
     own = _GPU_DEFAULTS if manifest.backend.provider == CUDA else {}
     return SchedulerConfig(**{**own, **{name: value for name, value in tuned.items() if value is not None}})
+
+
+def default_ladder(manifest: Manifest, max_running: int) -> tuple[int, ...]:
+    """Decode batch sizes that a GPU captures, up to `max_running`."""
+    measured = () if manifest.serving is None else tuple(manifest.serving.decode_steps)
+    return (*(size for size in measured if size < max_running), max_running) if measured else ladder_up_to(max_running)
 
 
 def default_batching(manifest: Manifest) -> BatchingConfig:

@@ -5,6 +5,7 @@ paged-attention operator reads, and takes from their shape. So it can be changed
 new graph is run beside the parent's before anything is published.
 """
 
+import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -12,11 +13,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engines.backends.onnxruntime import CPU
 from engines.bundle import BundleError, EngineBundle, file_records, open_bundle, write_bundle
-from engines.manifest import FileRecord, Manifest, ServingRecord, TensorRecord
+from engines.manifest import CheckRecord, FileRecord, Manifest, ServingRecord, TensorRecord
 from passes.manager import link_or_copy
 from passes.onnx_model import DECODER_METADATA, DecoderSpec, load_structure
 from pipeline.check import check_against_parent
+from pipeline.compare.onnx_subject import bound_graph
+from pipeline.tune.device import write_graph_with_kernel_rows
+from plugins.build import cpu_library
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import OP_TYPE
 
@@ -28,12 +33,19 @@ _BLOCK_AXIS = 1  # of [blocks, block_size, kv_heads, head_dim]
 
 
 def derive_bundle(
-    parent: EngineBundle, path: Path, *, block_size: int | None = None, serving: ServingRecord | None = None
+    parent: EngineBundle,
+    path: Path,
+    *,
+    block_size: int | None = None,
+    kernel_rows: int | None = None,
+    serving: ServingRecord | None = None,
+    verified: CheckRecord | None = None,
 ) -> EngineBundle:
     """Write `parent` to `path` with other settings; the new manifest names the parent's identity.
 
-    `block_size` None, or the parent's own, keeps the graph as it is. Files are hard links where the file system has
-    them, so that they cost nothing and outlive the parent.
+    `block_size` None, or the parent's own, and `kernel_rows` None keep the graph as it is. `verified` is a check on the
+    device, after which nothing is unverified. Files are hard links where the file system has them, so that they cost
+    nothing and outlive the parent.
 
     Raises BundleError when the parent is not, or no longer, what it was when it was opened, or `path` is the parent;
     KilnError when the block size cannot be changed, or the changed graph gives other logits.
@@ -45,12 +57,16 @@ def derive_bundle(
 
     def fill(folder: Path) -> Manifest:
         manifest = parent.manifest
-        own = {manifest.engine} if changes_blocks else set()
+        own = {manifest.engine} if changes_blocks or kernel_rows is not None else set()
         _link(parent, folder, (name for name in manifest.files if name not in own))
         _refuse_changes(parent, file_records(folder))
         if changes_blocks:
             assert block_size is not None
             manifest = _with_block_size(parent, folder, block_size)
+        if kernel_rows is not None:
+            engine = folder / manifest.engine
+            engine.parent.mkdir(parents=True, exist_ok=True)
+            write_graph_with_kernel_rows(engine if changes_blocks else parent.engine_path, engine, kernel_rows)
         if open_bundle(parent.path).sha256 != parent.sha256:
             raise _changed(parent, "its identity")
         return manifest.model_copy(
@@ -59,6 +75,8 @@ def derive_bundle(
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
                 "parent": parent.sha256,
                 "serving": serving,
+                "checks": manifest.checks if verified is None else (*manifest.checks, verified),
+                "unverified": manifest.unverified if verified is None else (),
                 "files": file_records(folder),
             }
         )
@@ -97,8 +115,14 @@ def _with_block_size(parent: EngineBundle, folder: Path, block_size: int) -> Man
     engine = folder / manifest.engine
     engine.parent.mkdir(parents=True, exist_ok=True)
     write_graph_with_block_size(parent.engine_path, engine, changed)
-    libraries = [folder / plugin.file for plugin in manifest.plugins]
-    check = check_against_parent(parent.engine_path, decoder, engine, changed, libraries)
+    on_cpu = manifest.backend.provider == CPU
+    libraries = [folder / plugin.file for plugin in manifest.plugins] if on_cpu else [cpu_library()]
+    with tempfile.TemporaryDirectory(prefix="kiln-derive-") as work:
+        folders = [Path(work) / name for name in ("before", "after")]
+        for one in folders:
+            one.mkdir()
+        before, after = map(bound_graph, (parent.engine_path, engine), folders)
+        check = check_against_parent(before, decoder, after, changed, libraries)
     caches = _cache_tensors(changed)
     return manifest.model_copy(
         update={

@@ -1,6 +1,5 @@
 """The search: which settings are measured, in which order, within a budget of time; and the bundle that comes of it."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,22 +9,30 @@ from pathlib import Path
 from numpy.typing import NDArray
 
 from engines.bundle import EngineBundle, open_bundle, refuse_unusable_target, temporary_sibling
-from engines.manifest import ServingMeasurement, ServingRecord
+from engines.manifest import CheckRecord, ServingMeasurement, ServingRecord
 from engines.runtime.engine import Engine
 from engines.runtime.opening import default_config
 from engines.runtime.scheduler import SchedulerConfig
 from passes.onnx_model import load_structure
 from pipeline.compare.inputs import InputSpec, input_specs_from_graph, sample_of_batch, sample_of_sizes
 from pipeline.compare.machine import machine_description
-from pipeline.load_test.report import Slo
 from pipeline.load_test.targets import BundleTarget
 from pipeline.load_test.trace import Trace
 from pipeline.progress import Progress
+from pipeline.tune.config import TuneConfig, sizes_for
 from pipeline.tune.derive import derive_bundle
+from pipeline.tune.device import (
+    KERNEL_ROWS,
+    device_name,
+    has_products,
+    is_for_cuda,
+    kernel_rows_from,
+    ladder_from,
+    step_seconds,
+    verify_on_device,
+)
 from pipeline.tune.measure import DecoderMeasure, plain_sample
 from pipeline.tune.search import (
-    OBJECTIVES,
-    Objective,
     Point,
     Sample,
     Setting,
@@ -45,49 +52,6 @@ _BATCH_SHARE, _CHUNK_SHARE = 0.6, 0.8
 
 
 @dataclass(frozen=True)
-class TuneConfig:
-    """Options of a search. Times in seconds; `most_latency` limits the goodput of models without a KV cache."""
-
-    objective: Objective = "throughput"
-    slo: Slo = field(default_factory=Slo)
-    most_latency: float | None = None
-    budget: float = 600.0
-    repetitions: int = 3
-    window: float = 2.0
-    max_batch: int = 64
-    chunk_sizes: tuple[int, ...] = (128, 256, 512, 1024, 2048)
-    block_sizes: tuple[int, ...] = (8, 16, 32, 64)
-    kv_blocks: int | None = None
-    length: int | None = None
-    """Size of the dynamic dimensions, besides the batch, of a model without a KV cache; None: its smallest."""
-    threads: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise KilnError(f"the objective is {self.objective!r}; expected one of {', '.join(OBJECTIVES)}")
-        for name in ("budget", "window"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise KilnError(f"{name} is {getattr(self, name)}; expected a positive number of seconds")
-        for name in ("repetitions", "max_batch"):
-            if getattr(self, name) < 1:
-                raise KilnError(f"{name} is {getattr(self, name)}; expected at least 1")
-        for name in ("kv_blocks", "length", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise KilnError(f"{name} is {value}; expected at least 1")
-        if any(size < 1 for size in self.chunk_sizes) or any(not 1 <= size <= 256 for size in self.block_sizes):
-            raise KilnError("expected chunk sizes of at least 1 token and block sizes from 1 to 256")
-        if self.objective == "goodput" and not self.limits:
-            raise KilnError("goodput needs a limit: --slo-first-token and --slo-inter-token, or --slo-latency")
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """All that are set, by name."""
-        return self.slo.limits | ({} if self.most_latency is None else {"latency": self.most_latency})
-
-
-@dataclass(frozen=True)
 class Tuning:
     """What a search found. `points` in the order of measurement; the chosen one is among them."""
 
@@ -101,6 +65,10 @@ class Tuning:
     """Those of the sweep over batch sizes, ascending."""
     chosen: Point
     remarks: tuple[str, ...]
+    verified: CheckRecord | None = None
+    """Of an engine on a GPU."""
+    decode_steps: dict[int, float] = field(default_factory=dict)
+    kernel_rows: int | None = None
 
     def efficiency(self, point: Point) -> float:
         return efficiency(point, single_of(self.batch_points))
@@ -124,12 +92,13 @@ class Tuning:
             tokens_per_step=setting.tokens_per_step,
             kv_blocks=_kv_blocks(self.bundle, self.config, setting),
             max_batch=None if is_decoder else setting.batch,
+            decode_steps=self.decode_steps,
             objective=self.config.objective,
             slo=self.config.limits,
             knee=self.knee,
             falls=self.falls,
             workload=self.workload,
-            machine=machine_description(),
+            machine=machine_description() | ({"gpu": device_name()} if is_for_cuda(self.bundle) else {}),
             threads=self.threads,
             measurements=tuple(self._measurement(point) for point in self.points),
         )
@@ -152,7 +121,14 @@ class Tuning:
     def write(self, path: Path) -> EngineBundle:
         """The bundle with what was chosen. Raises BundleError when the parent has changed since it was opened."""
         size = self.chosen.setting.block_size
-        return derive_bundle(self.bundle, path, block_size=size, serving=self.serving_record())
+        return derive_bundle(
+            self.bundle,
+            path,
+            block_size=size,
+            kernel_rows=self.kernel_rows,
+            serving=self.serving_record(),
+            verified=self.verified,
+        )
 
 
 def tune(path: Path, out: Path, trace: Trace, workload: str, config: TuneConfig, progress: Progress) -> Tuning:
@@ -164,6 +140,9 @@ def tune(path: Path, out: Path, trace: Trace, workload: str, config: TuneConfig,
     refuse_unusable_target(out)
     bundle = open_bundle(path)
     search = _Search(bundle, config, progress)
+    if is_for_cuda(bundle):
+        with temporary_sibling(out) as folder:
+            search.device(folder)
     if bundle.manifest.decoder is None:
         if config.slo.limits:
             raise KilnError(f"{bundle.manifest.name} generates no tokens; limit its --slo-latency")
@@ -186,6 +165,9 @@ def tune(path: Path, out: Path, trace: Trace, workload: str, config: TuneConfig,
         batch_points=tuple(search.batch_points),
         chosen=search.chosen,
         remarks=tuple(search.remarks),
+        verified=search.verified,
+        decode_steps=search.decode_steps,
+        kernel_rows=search.kernel_rows,
     )
 
 
@@ -201,13 +183,37 @@ class _Search:
         self.batch_points: list[Point] = []
         self.chosen: Point | None = None
         self.remarks: list[str] = []
+        self.verified: CheckRecord | None = None
+        self.decode_steps: dict[int, float] = {}
+        self.kernel_rows: int | None = None
         self._bundle = bundle
-        self._config = config
+        self._config, self._sizes = config, sizes_for(config, is_for_cuda(bundle))
         self._progress = progress
         self._start = time.monotonic()
 
     def elapsed(self) -> float:
         return time.monotonic() - self._start
+
+    def device(self, folder: Path) -> None:
+        """What only the GPU can tell: is the engine right there, with which kernels, and which steps are captured."""
+        most = self._sizes.max_batch
+        self.verified = verify_on_device(self._bundle)
+        self._progress.note(f"{self.verified.name}: {self.verified.sentence()}")
+        if self._bundle.manifest.decoder is None:
+            return
+        seconds = step_seconds(self._bundle, most)
+        if has_products(self._bundle.engine_path):
+            variant = derive_bundle(self._bundle, folder / "kernels" / "bundle", kernel_rows=KERNEL_ROWS)
+            own = step_seconds(variant, most)
+            self.kernel_rows = kernel_rows_from(seconds, own)
+            seconds = {size: own[size] if size <= self.kernel_rows else seconds[size] for size in seconds}
+            if self.kernel_rows:
+                self.verified = verify_on_device(variant)
+        self.decode_steps = ladder_from(seconds)
+        shown = ", ".join(f"{size}: {1000 * value:.2f}" for size, value in self.decode_steps.items())
+        rows = "" if self.kernel_rows is None else f"; products of up to {self.kernel_rows} rows take Kiln's kernels"
+        self.remarks.append(f"Captured decode steps, ms by batch size: {shown}{rows}.")
+        self._progress.note(self.remarks[-1])
 
     def plain(self) -> str:
         """Batch sizes of a model without a KV cache; returns the workload in words."""
@@ -230,7 +236,7 @@ class _Search:
                     engine.infer, inputs, setting.batch, config.window, deadline, config.most_latency, time.monotonic
                 )
 
-            self._sweep_batches([Setting(size) for size in doubling(config.max_batch)], measure, 1.0)
+            self._sweep_batches([Setting(size) for size in doubling(self._sizes.max_batch)], measure, 1.0)
         self.chosen = smallest_best(self.batch_points, config.objective)
         shapes = " ".join("x".join(map(str, value.shape[1:])) for value in feeds(1).values())
         return f"inputs of {shapes}, one batch after the other, seed {config.seed}"
@@ -250,9 +256,9 @@ class _Search:
             """A new engine is slower at first: its memory is touched for the first time."""
             measure(target, setting.batch, 0.0, deadline)
 
-        wide = max(chunk, config.max_batch)
-        settings = [Setting(size, wide, block) for size in doubling(config.max_batch)]
-        with self._target(self._bundle.path, Setting(config.max_batch, wide, block)) as target:
+        wide = max(chunk, self._sizes.max_batch)
+        settings = [Setting(size, wide, block) for size in doubling(self._sizes.max_batch)]
+        with self._target(self._bundle.path, Setting(self._sizes.max_batch, wide, block)) as target:
             warm_up(target, settings[0], self._start + self._config.budget)
             self._sweep_batches(settings, lambda setting, deadline: once(target, setting, deadline), _BATCH_SHARE)
         self.chosen = smallest_best(self.batch_points, config.objective)
@@ -263,13 +269,13 @@ class _Search:
                 return once(target, setting, deadline)
 
         batch = self.chosen.setting.batch
-        chunks = sorted({size for size in config.chunk_sizes if size >= batch} | {max(chunk, batch)})
+        chunks = sorted({size for size in self._sizes.chunk_sizes if size >= batch} | {max(chunk, batch)})
         default = Setting(batch, max(chunk, batch), block)
         self._sweep_others(
             "chunk", [Setting(batch, size, block) for size in chunks], default, with_engine, _CHUNK_SHARE
         )
         default = self.chosen.setting
-        sizes = sorted({*config.block_sizes, block})
+        sizes = sorted({*self._sizes.block_sizes, block})
         variants = [Setting(batch, default.tokens_per_step, size) for size in sizes]
         self._sweep_others("block", variants, default, with_engine, 1.0)
 

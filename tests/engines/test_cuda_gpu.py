@@ -198,6 +198,6 @@ def test_closing_gives_memory_back(decoder, model: Model) -> None:
 
 
 def test_an_engine_file_without_its_operators_is_refused(model: Model, tmp_path: Path) -> None:
+    opened = LaunchingCudaDecoder if samples(model.path) else CudaDecoder
     with pytest.raises(KilnError, match="custom operators"):
-        opened = LaunchingCudaDecoder if samples(model.path) else CudaDecoder
         opened(model.path, model.kv, 4, max_context=64)

@@ -29,6 +29,7 @@ from pipeline.export import export_model
 from pipeline.forecast import forecast_from_onnx, forecast_plain, refuse_what_cannot_fit
 from pipeline.load import describe, load
 from pipeline.progress import Progress
+from pipeline.sku_forecast import SizeOptions
 from pipeline.source import resolve_source
 from plugins.abi import abi_hash
 from plugins.errors import KilnError
@@ -302,13 +303,13 @@ def test_the_forecast_is_what_the_engine_holds(tiny_llama_folder, tiny_llama_bun
 def test_the_limit_of_weights_is_exact():
     sku = resolve_sku("h200")
     usable = int(sku.memory * 0.9)
-    refuse_what_cannot_fit(forecast_plain(usable // 4, sku, BuildConfig()))
+    refuse_what_cannot_fit(forecast_plain(usable // 4, sku, SizeOptions()))
     with pytest.raises(KilnError, match="choose a larger SKU or a smaller model"):
-        refuse_what_cannot_fit(forecast_plain(usable // 4 + 1, sku, BuildConfig()))
+        refuse_what_cannot_fit(forecast_plain(usable // 4 + 1, sku, SizeOptions()))
 
 
 def test_machines_that_are_not_this_one(tiny_llama_folder, silent, tmp_path, monkeypatch):
-    assert "h200 needs CUDAExecutionProvider" in refused(
+    assert "the attention of h200 is built for 64, 96, 128, 256" in refused(
         str(tiny_llama_folder), silent, ("cpu", "h200"), out=tmp_path / "bundle"
     )
     monkeypatch.setattr(buildable, "host_cpu_features", lambda: frozenset({"avx2", "fma", "f16c"}))

