@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.nightly.executor import Limits, LocalExecutor, Outcome, Task, Told
-from pipeline.nightly.fingerprint import Machine
+from pipeline.nightly.fingerprint import Machine, code_digest
 from pipeline.nightly.tasks import GIVES, NEEDS
 from pipeline.ray_cluster import label_of, nodes, nodes_of, ray_module
 from pipeline.registry.access import Access
@@ -39,7 +39,7 @@ Files = dict[str, StoredFile]
 
 @dataclass(frozen=True)
 class Work:
-    """A task as its node gets it. `job` names the folder there."""
+    """A task as its node gets it. `job` names the folder there, below `root`."""
 
     kind: str
     options: Mapping[str, Any]
@@ -49,6 +49,7 @@ class Work:
     files: Files
     url: str
     single_writer: bool
+    root: str
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ class Done:
 class RayExecutor:
     """Implements `Executor` for the registry at `url`, which every node must reach. The driver must be connected."""
 
-    def __init__(self, url: str, single_writer: bool, skus: tuple[str, ...], owner: str) -> None:
-        """`skus` are those of the run; `owner` is whose folders the nodes keep."""
+    def __init__(self, url: str, single_writer: bool, skus: tuple[str, ...], owner: str, root: str = FOLDER) -> None:
+        """`skus` are those of the run; `owner` is whose folders the nodes keep, below `root`."""
         if "://" not in url:
             url = str(Path(url).resolve())
-        self._url, self._single_writer, self._owner = url, single_writer, owner
+        self._url, self._single_writer, self._owner, self._root = url, single_writer, owner, root
         labels = {label_of(sku) for sku in skus}
         self.slots = max(1, sum(not labels.isdisjoint(node.resources) for node in nodes()))
         self._machines: dict[str, Machine] = {}
@@ -85,10 +86,10 @@ class RayExecutor:
                     raise KilnError(
                         f"the node of {sku} cannot say what it is: {first_line(error)}; install Kiln there as here"
                     ) from error
-                if machine.code != Machine().code:
+                if machine.code != code_digest():
                     raise KilnError(
                         f"the node of {sku} has other sources of Kiln ({machine.code[:12]}) than this machine "
-                        f"({Machine().code[:12]}); install the same version on all nodes"
+                        f"({code_digest()[:12]}); install the same version on all nodes"
                     )
                 self._machines[sku] = machine
             return self._machines[sku]
@@ -112,7 +113,8 @@ class RayExecutor:
             files = describe(task.folder, NEEDS[task.kind])
             upload(store, task.folder, files, CHUNK_BYTES, _quiet)
             job = f"{self._owner}/{task.folder.name}"
-            work = Work(task.kind, task.options, task.sku, job, limits, files, self._url, self._single_writer)
+            where = (self._url, self._single_writer, self._root)
+            work = Work(task.kind, task.options, task.sku, job, limits, files, *where)
             run = ray.remote(num_cpus=0, resources={label_of(task.sku): WHOLE}, max_retries=0, num_returns="streaming")
             done = self._followed(run(run_on_node).remote(work), task, told)
             bring(store, task.folder, done.files, GIVES[task.kind])
@@ -141,7 +143,7 @@ class RayExecutor:
 
 def run_on_node(work: Work) -> Iterator[list[str] | Done]:
     """Runs as a Ray task: gives what the child prints as it comes, then what it did."""
-    folder = Path(FOLDER).expanduser() / work.job
+    folder = Path(work.root).expanduser() / work.job
     folder.mkdir(parents=True, exist_ok=True)
     store = Store(work.url, work.single_writer)
     bring(store, folder, work.files, (*NEEDS[work.kind], *GIVES[work.kind]))

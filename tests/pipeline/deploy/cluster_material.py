@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +15,6 @@ import psutil
 from pipeline.deploy import application
 from pipeline.deploy.bundles import BundleSource
 from pipeline.deploy.options import Contract, DeployOptions, EngineOptions, HttpOptions, ReplicaCount
-from pipeline.deploy.prefixes import RoutingConfig
 from pipeline.deploy.scaling import ScalingTargets
 
 NAME = "tiny"
@@ -48,17 +46,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def options(app: str, source: BundleSource, replicas: int = 2, most: int | None = None, **changes: Any) -> DeployOptions:
-    """A deployment of small engines; `changes` of engine and routing by name."""
-    routing = changes.pop("routing", RoutingConfig())
+def options(app: str, source: BundleSource, replicas: int = 2, most: int | None = None) -> DeployOptions:
+    """A deployment of small engines."""
     return DeployOptions(
         app,
         Contract.of(source.manifest()),
-        EngineOptions(max_running=4, threads=1, **changes),
+        EngineOptions(max_running=4, threads=1),
         ReplicaCount(replicas, most or replicas, ScalingTargets(), up_delay=0.0, down_delay=600.0),
         {"num_cpus": 1},
         HttpOptions(NAME),
-        routing,
         places=4,
         drain=10.0,
     )
@@ -169,8 +165,3 @@ def _ready(url: str) -> bool:
         return httpx.get(f"{url}/health/ready", timeout=30).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def folder_of(path: Path) -> Path:
-    """Ray's processes see what the tests see."""
-    return path.resolve()
