@@ -12,6 +12,7 @@ from engines.runtime.scheduler import QueueFullError
 from engines.server.engine_link import RemoteStream
 from engines.server.served import EngineDiedError
 from pipeline.deploy.wire import Accepted, Chunks, Refused, Route
+from plugins.errors import KilnError
 
 
 class ReplicaLostError(EngineDiedError):
@@ -42,15 +43,13 @@ class GenerateCall:
             async for message in response:
                 if not isinstance(message, Chunks):
                     replica = message.replica
-                self._take(message, replica)
-        except (EngineDiedError, asyncio.CancelledError):
-            raise
+                self._take(message)
+            if not all(stream.done for stream in self.streams):
+                raise EngineDiedError(f"the replica {replica} ended before its answer did")
         except Exception as error:
             raise self._lost(translated(error, replica), replica) from error
         finally:
             response.cancel()
-        if not all(stream.done for stream in self.streams):
-            raise self._lost(ReplicaLostError(f"the replica {replica} ended before its answer did", replica), replica)
         return self._tokens
 
     def fail(self, error: Exception) -> None:
@@ -61,17 +60,17 @@ class GenerateCall:
             if not stream.done:
                 stream.put(error)
 
-    def _take(self, message: Accepted | Refused | Chunks, replica: str) -> None:
+    def _take(self, message: Accepted | Refused | Chunks) -> None:
         match message:
             case Accepted():
                 if not self.accepted.done():
                     self.accepted.set_result(None)
             case Refused(_, error):
-                raise self._lost(error, replica)
+                raise error
             case Chunks(items):
                 for choice, item in items:
                     if isinstance(item, EngineDiedError):
-                        raise self._lost(item, replica)
+                        raise item
                     self._begun = True
                     if isinstance(item, TokenChunk):
                         self._tokens += len(item.token_ids)
@@ -96,7 +95,9 @@ class GenerateCall:
 
 
 def translated(error: Exception, replica: str) -> Exception:
-    """An error of Ray's or of Serve's. What is none of theirs, or comes from the replica's own code, stays."""
+    """An error of Ray's or of Serve's in Kiln's terms; what is none of theirs stays."""
+    if isinstance(error, KilnError):
+        return error
     from ray.exceptions import RayActorError, RayError, RayTaskError
     from ray.serve.exceptions import BackPressureError, RayServeException
 
