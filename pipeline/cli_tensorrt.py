@@ -18,13 +18,17 @@ from engines.backends.tensorrt.profiles import ServingShapes, derive_profiles, s
 from engines.sku import Sku, resolve_sku
 from passes.onnx_model import OnnxModel, onnx_model_from_path
 from passes.standard import Precision
+from pipeline.cli_calibrate import calibration_options, config_from_options
 from pipeline.cli_sku import sku_file_option
 from pipeline.config import BuildConfig
 from pipeline.export import export_model
 from pipeline.load import load
 from pipeline.progress import Progress
+from pipeline.quantize.config import QuantizeConfig
 from pipeline.source import resolve_source
-from pipeline.tensorrt import BACKENDS, TensorRtBuild, build_tensorrt
+from pipeline.tensorrt import build_tensorrt
+from pipeline.tensorrt_config import BACKENDS, TensorRtBuild
+from pipeline.tensorrt_quantize import SCHEME
 from plugins.errors import KilnError
 
 SERVING = ServingShapes()
@@ -127,6 +131,13 @@ def tensorrt_group() -> None:
     help="A decoder's: Kiln's plug-in over a paged cache (sm_80 or newer), or TensorRT's own layers over a linear one, "
     "which need TensorRT 11.1; not given, the plug-in where it runs.",
 )
+@click.option(
+    "--quant",
+    type=click.Choice(("int8",)),
+    help="INT8 with Q and D where TensorRT fuses them, with ranges from --calibration, or from Python's documentation.",
+)
+@click.option("--keep", multiple=True, metavar="LAYER", help="Leave a layer float; * and ? match many.")
+@calibration_options
 @click.option("--max-context", type=int, help="Longest context of a decoder that is exported here, in tokens.")
 @click.option(
     "--passes/--no-passes",
@@ -151,6 +162,8 @@ def build_command(
     backend: Any,
     precision: Precision,
     attention: Attention | None,
+    quant: str | None,
+    keep: tuple[str, ...],
     max_context: int | None,
     passes: bool,
     check: bool,
@@ -158,10 +171,13 @@ def build_command(
     **options: Any,
 ) -> None:
     """Build a bundle with a TensorRT plan of MODEL: an ONNX file, or whatever build-engine takes."""
-    serving = _serving(options)
+    serving, specs, calibration = _serving(options), options.pop("specs"), config_from_options(options)
     target = resolve_sku(sku, sku_file)
     chosen = options_from_cli(options, target)
     config = TensorRtBuild(target, out, precision, passes, backend, chosen, serving, check, attention)
+    if quant is not None:
+        quantize = QuantizeConfig(SCHEME, specs, calibration, search="all", keep=keep, smooth="none")
+        config = replace(config, quantize=quantize)
     progress = Progress(verbose=verbose)
     with _exported(model, max_context, progress) as (source, tokenizer):
         print(build_tensorrt(source, replace(config, tokenizer=tokenizer), progress).path)

@@ -7,100 +7,62 @@ the forms of `pipeline.tensorrt_decoder`.
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import get_args
 
 from engines.backends.base import DecoderBackend
 from engines.backends.ort_tensorrt import BACKENDS as ORT_BACKENDS
 from engines.backends.ort_tensorrt import PACKAGES as ORT_PACKAGES
 from engines.backends.ort_tensorrt import (
     PROVIDERS,
-    Backend,
     OrtTensorRtModel,
     fill_engine_cache,
     provider_version,
 )
-from engines.backends.tensorrt.api import Attention, Product
-from engines.backends.tensorrt.build import Plan, build_plan, forecast_build_memory, profiles_digest
+from engines.backends.tensorrt.api import Attention
+from engines.backends.tensorrt.build import Plan, build_plan, forecast_build_memory
 from engines.backends.tensorrt.child import PLAN
 from engines.backends.tensorrt.key import EngineKey
 from engines.backends.tensorrt.layers import float_products
 from engines.backends.tensorrt.native_graph import OLDEST_NATIVE
 from engines.backends.tensorrt.opening import decoder_from_plan, model_from_plan
-from engines.backends.tensorrt.options import TensorRtOptions
 from engines.backends.tensorrt.plugin_graph import PluginTarget
-from engines.backends.tensorrt.profiles import Profile, ServingShapes, derive_profiles
-from engines.bundle import EngineBundle, file_records, temporary_sibling, write_bundle
+from engines.backends.tensorrt.profiles import derive_profiles
+from engines.bundle import EngineBundle, temporary_sibling, write_bundle
 from engines.manifest import (
     BackendRecord,
     CheckRecord,
     Manifest,
-    ModelRecord,
     PassRecord,
-    SkuRecord,
-    TensorRecord,
     TensorRtRecord,
 )
-from engines.sku import Sku, sku_table
+from engines.sku import sku_table
 from engines.sku_detect import Gpu, NoDriverError, match_gpu, own_gpus
 from passes.graph import graph_from_path
 from passes.onnx_model import OnnxModel, external_files, load_structure
 from passes.quantization.tensorrt_placement import placement_faults, quantised_products, require_readable
-from passes.standard import PassSwitches, Precision
+from passes.standard import PassSwitches
 from pipeline.forecast import size
 from pipeline.optimize import OptimizeConfig, optimize
 from pipeline.pass_report import record_from_report, result_of
 from pipeline.progress import Progress
 from pipeline.tensorrt_check import NAME, checked_model
+from pipeline.tensorrt_config import TensorRtBuild
 from pipeline.tensorrt_decoder import (
     SWITCHES,
-    DecoderForm,
     attention_for,
     checked,
     decoder_form,
     linear_check,
     multiprocessors,
 )
-from plugins.abi import abi_hash
+from pipeline.tensorrt_quantize import quantised_for_tensorrt
+from pipeline.tensorrt_record import TOKENIZER, Made, manifest_of
 from plugins.errors import KilnError
 from plugins.paged_attention.tensorrt_plugin import Element
 
-TensorRtBackend = Product | Backend
-BACKENDS: tuple[str, ...] = (*get_args(Product), *ORT_BACKENDS)
-DISTRIBUTION = "kiln-engine"
-MODEL, TOKENIZER = "model.onnx", "tokenizer"
+MODEL = "model.onnx"
 _NAMED = 5
-
-
-@dataclass(frozen=True)
-class TensorRtBuild:
-    """What to build. `passes` rewrites the graph first; without, `precision` must be fp32: the graph has its own.
-
-    `check` compares the engine with the model, on the GPU that it was built for.
-    """
-
-    sku: Sku
-    out: Path
-    precision: Precision = "fp32"
-    passes: bool = True
-    backend: TensorRtBackend = "tensorrt"
-    options: TensorRtOptions = field(default_factory=TensorRtOptions)
-    serving: ServingShapes = field(default_factory=ServingShapes)
-    check: bool = True
-    attention: Attention | None = None
-    """Of a decoder; None for the plug-in where it runs."""
-    tokenizer: Path | None = None
-    """A folder that goes into the bundle."""
-
-    def __post_init__(self) -> None:
-        if not self.passes and self.precision != "fp32":
-            raise KilnError(
-                f"--precision is {self.precision}, which a pass makes, but --no-passes leaves the graph as it is; "
-                "leave one of them out"
-            )
 
 
 def build_tensorrt(source: OnnxModel, config: TensorRtBuild, progress: Progress) -> EngineBundle:
@@ -109,16 +71,20 @@ def build_tensorrt(source: OnnxModel, config: TensorRtBuild, progress: Progress)
     gpu = _gpu_for(config)
     processors = multiprocessors() if attention == "plugin" else 0
     with temporary_sibling(config.out) as workspace:
-        model: OnnxModel = source
+        model = reference = source
         records: tuple[PassRecord, ...] = ()
         if config.passes:
             model, records = _rewritten(source, workspace, config, progress)
+        if config.quantize is not None:
+            reference = model
         form = None
         if attention is not None:
             with progress.stage(f"attention: {attention}"):
                 form = decoder_form(model, attention, _plugin_target(config, processors), workspace)
             model = form.model
-        return _build(source, model, records, form, config, gpu, progress)
+        profiles = derive_profiles(model.inputs, model.decoder, config.serving)
+        made = Made(source, reference, model, records, profiles, form, config, gpu)
+        return _build(made, progress)
 
 
 def _attention_of(source: OnnxModel, config: TensorRtBuild) -> Attention | None:
@@ -147,24 +113,21 @@ def _rewritten(
     """After the passes for TensorRT."""
     target = config.sku.model_copy(update={"backend": "tensorrt", "provider": None, "options": {}})
     switches = SWITCHES if source.decoder is not None else PassSwitches()
-    with progress.stage("graph passes"):
-        chosen = OptimizeConfig(switches, precision=config.precision)
-        model, reports = optimize(source, workspace / MODEL, target, chosen)
+    chosen = OptimizeConfig(switches, precision=config.precision)
+    if config.quantize is not None:
+        model, reports = quantised_for_tensorrt(
+            source, workspace / MODEL, target, chosen, config.quantize, config.tokenizer, progress
+        )
+    else:
+        with progress.stage("graph passes"):
+            model, reports = optimize(source, workspace / MODEL, target, chosen)
     for report in reports:
         (progress.note if report.rolled_back else progress.detail)(f"{report.name}: {result_of(report)}")
     return model, tuple(record_from_report(report) for report in reports)
 
 
-def _build(
-    source: OnnxModel,
-    model: OnnxModel,
-    passes: tuple[PassRecord, ...],
-    form: DecoderForm | None,
-    config: TensorRtBuild,
-    gpu: Gpu | None,
-    progress: Progress,
-) -> EngineBundle:
-    """`model` is the graph that TensorRT gets, made from `source`."""
+def _build(made: Made, progress: Progress) -> EngineBundle:
+    config, model = made.config, made.model
     graph = graph_from_path(model.path)
     faults = placement_faults(graph)
     require_readable(faults)
@@ -173,13 +136,10 @@ def _build(
     if len(faults) > _NAMED:
         progress.note(f"Q and D: {len(faults) - _NAMED} more places cost time")
     products = [node.name for node in quantised_products(graph)]
-    profiles = derive_profiles(model.inputs, model.decoder, config.serving)
-    for profile in profiles:
+    for profile in made.profiles:
         sizes = ", ".join(f"{symbol} {sizes}" for symbol, sizes in profile.symbols.items())
         progress.note(f"profile {profile.name}: {sizes or 'fixed shapes'}")
     progress.note(f"building will take about {size(forecast_build_memory(model))} of host memory")
-
-    made = _Made(source, model, passes, profiles, form, config, gpu)
 
     def fill(folder: Path) -> Manifest:
         if config.tokenizer is not None:
@@ -215,36 +175,7 @@ def _gpu_for(config: TensorRtBuild) -> Gpu | None:
     return gpus[0]
 
 
-@dataclass(frozen=True)
-class _Made:
-    """The graph that TensorRT gets, what it was made from, and what for."""
-
-    source: OnnxModel
-    model: OnnxModel
-    passes: tuple[PassRecord, ...]
-    profiles: tuple[Profile, ...]
-    form: DecoderForm | None
-    config: TensorRtBuild
-    gpu: Gpu | None
-
-    def key(self, product: Product, tensorrt: str) -> EngineKey:
-        config = self.config
-        return EngineKey(
-            product=product,
-            tensorrt=tensorrt,
-            sku=config.sku.name,
-            arch=config.sku.arch,
-            driver=None if self.gpu is None else self.gpu.driver,
-            plugin_abi=None if self.form is None or self.form.kernels is None else abi_hash(),
-            model_sha256=self.source.sha256,
-            options=config.options.digest,
-            profiles=profiles_digest(self.profiles),
-            hardware=config.options.hardware,
-            version_compatible=config.options.version_compatible,
-        )
-
-
-def _with_plan(made: _Made, products: Sequence[str], folder: Path, progress: Progress) -> Manifest:
+def _with_plan(made: Made, products: Sequence[str], folder: Path, progress: Progress) -> Manifest:
     """TensorRT's own plan."""
     config, product = made.config, made.config.backend
     assert product == "tensorrt" or product == "tensorrt_rtx"
@@ -283,37 +214,37 @@ def _with_plan(made: _Made, products: Sequence[str], folder: Path, progress: Pro
     )
     checks += _plan_checks(made, plan.path, key, weights, progress)
     backend = BackendRecord(name=product, version=plan.tensorrt, provider="TensorRT")
-    return _manifest(made, backend, PLAN, record, checks, folder)
+    return manifest_of(made, backend, PLAN, record, checks, folder)
 
 
-def _cpu_checks(made: _Made, progress: Progress) -> tuple[CheckRecord, ...]:
+def _cpu_checks(made: Made, progress: Progress) -> tuple[CheckRecord, ...]:
     """What can be judged before a builder is started, on any machine."""
     if made.form is None:
         return ()
     with progress.stage("check the graph"):
-        check = linear_check(made.source, made.form)
+        check = linear_check(made.reference, made.form)
     if check is not None:
         progress.note(f"{check.name}: {check.sentence()}")
     return () if check is None else (check,)
 
 
 def _plan_checks(
-    made: _Made, plan: Path, key: EngineKey, weights: Path | None, progress: Progress
+    made: Made, plan: Path, key: EngineKey, weights: Path | None, progress: Progress
 ) -> tuple[CheckRecord, ...]:
     """The engine on the GPU that it was built on, against ONNX Runtime on the CPU."""
     inputs, profiles, form, decoder = made.model.inputs, made.profiles, made.form, made.model.decoder
     if form is None or decoder is None:
         opened = lambda: model_from_plan(plan, key, inputs, profiles, weights)  # noqa: E731
-        return _checked(made, lambda: checked_model(made.source, profiles, opened), progress)
+        return _checked(made, lambda: checked_model(made.reference, profiles, opened), progress)
 
     def opened_decoder() -> DecoderBackend:
         return decoder_from_plan(plan, key, form.attention, inputs, profiles, decoder.kv, weights)
 
     running = made.config.serving.max_running
-    return _checked(made, lambda: checked(made.source, opened_decoder, decoder, NAME, running), progress)
+    return _checked(made, lambda: checked(made.reference, opened_decoder, decoder, NAME, running), progress)
 
 
-def _checked(made: _Made, check: Callable[[], CheckRecord], progress: Progress) -> tuple[CheckRecord, ...]:
+def _checked(made: Made, check: Callable[[], CheckRecord], progress: Progress) -> tuple[CheckRecord, ...]:
     if not made.config.check:
         progress.note("not checked: compare it with the model on its GPU before it is used")
         return ()
@@ -323,7 +254,7 @@ def _checked(made: _Made, check: Callable[[], CheckRecord], progress: Progress) 
     return (found,)
 
 
-def _with_engine_cache(made: _Made, folder: Path, progress: Progress) -> Manifest:
+def _with_engine_cache(made: Made, folder: Path, progress: Progress) -> Manifest:
     """The model, and the engines that ONNX Runtime's provider keeps of it."""
     config, backend = made.config, made.config.backend
     assert backend == "ort-trt" or backend == "ort-trt-rtx"
@@ -335,9 +266,9 @@ def _with_engine_cache(made: _Made, folder: Path, progress: Progress) -> Manifes
         key=key, options=config.options.to_dict(), profiles=made.profiles, build_memory=0, build_memory_forecast=0
     )
     opened = lambda: OrtTensorRtModel(engine, backend, made.model.inputs, made.profiles, config.options)  # noqa: E731
-    checks = _checked(made, lambda: checked_model(made.source, made.profiles, opened), progress)
+    checks = _checked(made, lambda: checked_model(made.reference, made.profiles, opened), progress)
     provider = BackendRecord(name="onnxruntime", version=version(ORT_PACKAGES[backend]), provider=PROVIDERS[backend])
-    return _manifest(made, provider, MODEL, record, checks, folder)
+    return manifest_of(made, provider, MODEL, record, checks, folder)
 
 
 def _report(plan: Plan, products: Sequence[str], progress: Progress) -> None:
@@ -360,38 +291,3 @@ def _copied(model: OnnxModel, folder: Path, graph: Path | None = None) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
     return Path(shutil.copyfile(graph or model.path, folder / MODEL))
-
-
-def _manifest(
-    made: _Made,
-    backend: BackendRecord,
-    engine: str,
-    record: TensorRtRecord,
-    checks: tuple[CheckRecord, ...],
-    folder: Path,
-) -> Manifest:
-    source, sku = made.source, made.config.sku
-    inputs, outputs = (
-        tuple(TensorRecord(name=t.name, dtype=t.dtype, shape=t.shape) for t in group)
-        for group in (made.model.inputs, made.model.outputs)
-    )
-    return Manifest(
-        kiln_version=version(DISTRIBUTION),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        name=source.path.stem,
-        model=ModelRecord(
-            source=str(source.path), architecture="ONNX", sha256=source.sha256, parameters=source.parameters
-        ),
-        sku=SkuRecord(name=sku.name, arch=sku.arch),
-        backend=backend,
-        precision=made.config.precision,
-        engine=engine,
-        tokenizer=TOKENIZER if (folder / TOKENIZER).is_dir() else None,
-        decoder=made.model.decoder,
-        inputs=inputs,
-        outputs=outputs,
-        passes=made.passes,
-        checks=checks,
-        tensorrt=record,
-        files=file_records(folder),
-    )

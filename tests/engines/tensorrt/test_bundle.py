@@ -18,7 +18,9 @@ from engines.sku_detect import NoDriverError, own_gpus
 from passes.onnx_model import OnnxModel, onnx_model_from_path
 from pipeline.cli import kiln_group
 from pipeline.progress import Progress
-from pipeline.tensorrt import TensorRtBuild, build_tensorrt
+from pipeline.quantize.config import QuantizeConfig
+from pipeline.tensorrt import build_tensorrt
+from pipeline.tensorrt_config import TensorRtBuild
 from pipeline.tensorrt_decoder import attention_for
 from plugins.errors import KilnError
 
@@ -111,6 +113,39 @@ def test_a_decoders_bundle_has_its_cache_in_the_profiles(builder, decoder: OnnxM
         Engine.open(bundle.path, kv="static", window=8)
     with pytest.raises(KilnError, match=r"max_running is 8 and tokens_per_step 16, but .* built for at most 4 and 16"):
         Engine.open(bundle.path, config=SchedulerConfig(8, 16))
+
+
+@pytest.mark.slow
+def test_int8_multiplies_in_8_bits_but_at_the_ends(builder, tmp_path: Path) -> None:
+    import numpy as np
+    import onnx
+    from onnx import helper, numpy_helper
+
+    rng, nodes = np.random.default_rng(0), []
+    for layer in range(4):
+        product, result = f"h{layer}", "y" if layer == 3 else f"x{layer + 1}"
+        nodes.append(helper.make_node("MatMul", [f"x{layer}", f"w{layer}"], [product], f"fc{layer}"))
+        nodes.append(helper.make_node("Relu", [product], [result], f"relu{layer}"))
+    weights = [numpy_helper.from_array(rng.standard_normal((64, 64)).astype(np.float32), f"w{i}") for i in range(4)]
+    inputs, outputs = ([helper.make_tensor_value_info(name, 1, ["batch", 64])] for name in ("x0", "y"))
+    graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10), tmp_path / "m.onnx")
+    np.savez(tmp_path / "data.npz", x0=rng.standard_normal((32, 64)).astype(np.float32))
+    command = ["tensorrt", "build", str(tmp_path / "m.onnx"), "--sku", "l4", "--quant", "int8", "--no-check"]
+    command += ["--calibration", str(tmp_path / "data.npz"), "--out", str(tmp_path / "bundle")]
+    done = CliRunner().invoke(kiln_group, command)
+    assert done.exit_code == 0, done.output
+    layers = layers_from_file(open_bundle(tmp_path / "bundle").path / "layers.json")
+    fused = {name for layer in layers if layer.multiplies_in_8_bits for name in layer.nodes}
+    assert {"fc1", "fc2"} <= fused
+    assert not {"fc0", "fc3"} & fused
+
+
+def test_quantising_needs_the_passes_and_fp32() -> None:
+    quantize = QuantizeConfig("w8a8")
+    for wrong in ({"passes": False}, {"precision": "fp16"}):
+        with pytest.raises(KilnError, match="leave --no-passes and --precision out"):
+            TensorRtBuild(resolve_sku("l4"), Path("out"), quantize=quantize, **wrong)
 
 
 def test_a_decoders_attention_is_chosen_by_the_sku() -> None:

@@ -17,12 +17,16 @@ from engines.backends.tensorrt.options import TensorRtOptions
 from engines.backends.tensorrt.profiles import ServingShapes
 from engines.bundle import EngineBundle, open_bundle
 from engines.runtime.engine import Engine
+from engines.runtime.request import SamplingParams
 from engines.sku import sku_table
 from engines.sku_detect import NoDriverError, match_gpu, own_gpus
 from passes.onnx_model import OnnxModel, onnx_model_from_path
 from pipeline.progress import Progress
-from pipeline.tensorrt import TensorRtBuild, build_tensorrt
+from pipeline.tensorrt import build_tensorrt
+from pipeline.tensorrt_config import TensorRtBuild
 from plugins.errors import KilnError
+
+from .serving import Shape, serving_graph
 
 pytestmark = pytest.mark.tensorrt
 
@@ -123,3 +127,32 @@ def test_a_plan_of_another_driver_is_refused_before_it_is_read(model, sku, tmp_p
     assert record is not None
     with pytest.raises(KilnError, match=r"driver 1\.2, here"):
         model_from_plan(bundle.engine_path, replace(record.key, driver="1.2"), model.inputs, record.profiles)
+
+
+@pytest.mark.parametrize("form", ["plugin", "native"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(), Shape(packed=True, window=6), Shape(rotary=32, interleaved=1)],
+    ids=["plain", "window", "partial"],
+)
+def test_a_decoder_answers_as_the_paged_cache_on_the_cpu_does(
+    sku, tmp_path: Path, form: str, precision: str, shape: Shape
+) -> None:
+    """The build compares logits with the CPU's; then requests go through chunks, captured steps and reused rows."""
+    if form == "plugin" and not sku.runs_attention_plugin:
+        pytest.skip(f"{sku.name} is {sku.arch}: the plug-in does not run there")
+    model = serving_graph(tmp_path / "model.onnx", shape)
+    serving = ServingShapes(max_running=4, tokens_per_step=16, kv_blocks=32)
+    config = TensorRtBuild(sku, tmp_path / "bundle", precision, serving=serving, attention=form)
+    bundle = build_tensorrt(model, config, Progress())
+    assert bundle.manifest.checks[-1].value <= bundle.manifest.checks[-1].limit
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(1, 31, size).tolist() for size in (3, 40, 17, 9, 30, 1, 25, 3)]
+    with Engine.open(bundle.path) as engine:
+        sampling = SamplingParams(max_tokens=12, temperature=0)
+        together = [answer.token_ids for answer in engine.generate(prompts, sampling)]
+        alone = [engine.generate([prompt], sampling)[0].token_ids for prompt in prompts]
+    assert all(together)
+    agreeing = sum(a[:4] == b[:4] for a, b in zip(together, alone, strict=True))
+    assert agreeing >= len(prompts) - 1, "ties apart, a request's tokens do not depend on its company"
