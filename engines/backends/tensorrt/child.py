@@ -73,6 +73,8 @@ def build_in_this_process(folder: Path, request: Request) -> Result:
         register(importlib.import_module(f"{request.product}.plugin"), Kernels(**request.kernels))
         flags |= 1 << int(kinds.PREFER_AOT_PYTHON_PLUGINS)
     network = builder.create_network(flags)
+    if network is None:
+        raise log.error("make a network", f"the whole log is {folder / LOG}")
     parser = trt.OnnxParser(network, logger)
     _say("parse")
     if not parser.parse_from_file(request.model):

@@ -13,7 +13,10 @@ import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
 
+from engines.backends.tensorrt.build import build_plan
+from engines.backends.tensorrt.options import TensorRtOptions
 from engines.backends.tensorrt.plugin_graph import PluginTarget, abi_of, plugin_graph
+from engines.backends.tensorrt.profiles import ServingShapes, derive_profiles
 from engines.sku import sku_table
 from passes.onnx_model import OnnxModel
 from plugins.abi import abi_hash
@@ -134,6 +137,20 @@ def test_the_graph_computes_what_the_operator_does(shape: Shape, tmp_path: Path)
         for name in feeds:
             if "cache." in name:
                 feeds[name][...] = found[name.replace("cache.", "cache_out.")]
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_the_builders_process_registers_the_layers(builder, model: OnnxModel, tmp_path: Path) -> None:
+    """As far as the stand-in goes: TensorRT-RTX has no networks with plug-ins from Python, and says so."""
+    made, kernels = plugin_graph(model, tmp_path / "plugin.onnx", TARGET)
+    profiles = derive_profiles(made.inputs, made.decoder, ServingShapes(max_running=4, tokens_per_step=32))
+    (tmp_path / "plan").mkdir()
+    with pytest.raises(KilnError, match="TensorRT failed to make a network: API Usage Error"):
+        build_plan(made, profiles, TensorRtOptions(), tmp_path / "plan", kernels=kernels)
+    log = (tmp_path / "plan" / "build.log").read_text()
+    for layer in LAYERS:
+        assert f"Global registry found {layer.name} creator" in log
 
 
 def test_a_layer_of_another_kiln_is_refused_naming_both(model: OnnxModel, tmp_path: Path) -> None:

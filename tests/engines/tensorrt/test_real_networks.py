@@ -13,11 +13,16 @@ import pytest
 
 from engines.backends.tensorrt.build import Plan, build_plan
 from engines.backends.tensorrt.layers import float_products
+from engines.backends.tensorrt.linear_graph import linear_graph
+from engines.backends.tensorrt.native_graph import native_graph
 from engines.backends.tensorrt.options import TensorRtOptions
 from engines.backends.tensorrt.profiles import ServingShapes, Sizes, derive_profiles
 from passes.graph import graph_from_path
+from passes.manager import run_passes
 from passes.onnx_model import DecoderSpec, OnnxModel, onnx_model_from_path
 from passes.quantization.tensorrt_placement import placement_faults, quantised_products
+from passes.standard import FLOAT_TABLE, PassTarget, standard_passes
+from pipeline.tensorrt_decoder import SWITCHES
 
 pytestmark = [pytest.mark.slow, pytest.mark.networks]
 LAYERS = 2
@@ -134,6 +139,26 @@ def test_smollm2_cut_at_attention(builder, exported, tmp_path: Path, precision: 
     decoder = replace(model.decoder, max_context=2048)
     plan = built(model, tmp_path, precision, ServingShapes(max_running=8, tokens_per_step=256), decoder)
     assert any("_myl2_" in layer.name for layer in plan.layers) == (precision == "fp32"), "three profiles"
+
+
+def test_smollm2_in_tensorrts_own_layers(builder, exported, tmp_path: Path) -> None:
+    """Attention, rotation and cache included: each layer's attention is one kernel in every profile."""
+    model = exported("smollm2")
+    assert model.decoder is not None
+    target = PassTarget(backend="tensorrt", decoder=model.decoder, precision="fp32")
+    (tmp_path / "float").mkdir()
+    floats, _ = run_passes(
+        model, tmp_path / "float" / "model.onnx", standard_passes(target, SWITCHES, table=FLOAT_TABLE)
+    )
+    made = linear_graph(
+        replace(floats, decoder=replace(model.decoder, max_context=1024)), tmp_path / "linear.onnx", "float16"
+    )
+    profiles = derive_profiles(made.inputs, made.decoder, ServingShapes(max_running=8, tokens_per_step=256))
+    folder = tmp_path / "plan"
+    folder.mkdir()
+    native = native_graph(made, tmp_path / "native.onnx")
+    plan = build_plan(made, profiles, TensorRtOptions(), folder, parsed=native)
+    assert len([layer for layer in plan.layers if "_mha_" in layer.name]) == LAYERS * len(profiles)
 
 
 @pytest.mark.parametrize("precision", NETWORKS.PRECISIONS)
