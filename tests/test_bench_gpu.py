@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import onnx
 import pytest
 from bench_gpu import Sizes, engine_figures
 from gpu_bench.deepen import deepen
@@ -10,6 +11,7 @@ from gpu_bench.figures import Figure, table
 from gpu_bench.limits import DeviceLimits
 from gpu_bench.llama8b import Shape, random_bundle, save_model
 from gpu_bench.serving import MIXED, first_token_floor, step_floor, trace_floor, trace_totals
+from gpu_bench.widen import random_values, widen
 
 from engines.bundle import EngineBundle, open_bundle
 from engines.runtime.engine import Engine
@@ -24,7 +26,7 @@ from plugins.errors import KilnError
 
 torch = pytest.importorskip("torch")
 
-SHAPE = Shape(hidden=64, layers=6, heads=4, kv_heads=2, intermediate=96, vocabulary=128, context=256)
+SHAPE = Shape(hidden=64, layers=6, heads=4, kv_heads=2, intermediate=96, vocabulary=200, context=256)
 LIMITS = DeviceLimits(bandwidth=4e12, product_rate=8e14)
 
 
@@ -39,15 +41,26 @@ def work(bundle: EngineBundle) -> DecoderWork:
     return decoder_work_from_graph(bundle.engine_path, bundle.manifest.decoder)
 
 
+def vocabulary_weights(bundle: EngineBundle) -> tuple[np.ndarray, np.ndarray]:
+    """Embedding [tokens, hidden] and head [hidden, tokens]."""
+    tensors = [t for t in load_structure(bundle.engine_path).graph.initializer if SHAPE.vocabulary in t.dims]
+    arrays = [onnx.numpy_helper.to_array(tensor, str(bundle.path)) for tensor in tensors]
+    (embedding,) = [array for array in arrays if array.shape == (SHAPE.vocabulary, SHAPE.hidden)]
+    (head,) = [array for array in arrays if array.shape == (SHAPE.hidden, SHAPE.vocabulary)]
+    return embedding, head
+
+
 def test_repeated_layers_compute_what_torch_does_with_the_same_weights(bundle, tmp_path):
-    """Up to its attention a repeated layer is the last one; behind it, the one before the last."""
+    """Up to its attention a repeated layer is the last one; behind it, the one before the last.
+
+    Tokens are those that the bundle was widened to, with torch's embeddings and head from there.
+    """
     import transformers
 
     save_model(SHAPE, tmp_path)
     shallow = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    deep = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig.from_pretrained(tmp_path, num_hidden_layers=SHAPE.layers, dtype="float32")
-    ).eval()
+    sizes = {"num_hidden_layers": SHAPE.layers, "vocab_size": SHAPE.vocabulary, "dtype": "float32"}
+    deep = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(tmp_path, **sizes)).eval()
     known, weights = shallow.state_dict(), deep.state_dict()
     ahead = ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     for name in weights:
@@ -56,6 +69,8 @@ def test_repeated_layers_compute_what_torch_does_with_the_same_weights(bundle, t
             sources = (0, 1, 2, 2, 2, 2) if path[3].startswith(ahead) else (0, 1, 1, 1, 1, 2)
             path[2] = str(sources[int(path[2])])
         weights[name] = known[".".join(path)]
+    embedding, head = vocabulary_weights(bundle)
+    weights |= {"model.embed_tokens.weight": torch.tensor(embedding), "lm_head.weight": torch.tensor(head.T)}
     deep.load_state_dict(weights)
     decoder = open_bundle(bundle.path).manifest.decoder
     assert decoder is not None
@@ -74,6 +89,21 @@ def test_every_repeated_layer_has_weights_of_its_own_to_read(bundle, work):
     read = 4 * (work.body_parameters + work.head_parameters)
     assert read <= work.weight_bytes <= 1.01 * read
     assert bundle.manifest.files["engine.onnx.data"].bytes < read
+
+
+def test_random_values_are_spread_and_no_two_rows_are_alike():
+    values = np.concatenate(list(random_values(3 * 2**22, np.float32, np.random.default_rng(0)))).reshape(-1, 4096)
+    assert values.std() == pytest.approx(0.02, rel=1e-2)
+    assert len(np.unique(values, axis=0)) == len(values)
+    whole = next(random_values(1000, np.int8, np.random.default_rng(0)))
+    assert {-128, 127} <= set(whole.tolist())
+
+
+def test_a_graph_that_counts_its_tokens_is_not_widened(bundle, tmp_path):
+    graph = load_structure(bundle.engine_path)
+    graph.graph.initializer.append(onnx.numpy_helper.from_array(np.array([-1, SHAPE.vocabulary]), "shape"))
+    with pytest.raises(KilnError, match="the constant shape holds 200, the number of tokens"):
+        widen(graph, bundle.manifest.decoder, 256, tmp_path)
 
 
 def test_a_graph_whose_layers_differ_is_refused(bundle):

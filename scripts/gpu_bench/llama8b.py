@@ -1,24 +1,28 @@
-"""A bundle of the shape of Llama 3 8B on random weights, made by Kiln's own build within a minute.
+"""A bundle of the shape of Llama 3 8B on random weights, made by Kiln's own build within about a minute.
 
-`build-engine` gets a model of three layers, and `gpu_bench.deepen` repeats the last of them up to 32. What the engine
-reads in a step is as much as with 32 different layers; the file holds three.
+`build-engine` gets a model of three layers of full width and few tokens; `gpu_bench.deepen` repeats the last layer, and
+`gpu_bench.widen` adds the other tokens. What the engine reads in a step is as much as with 32 different layers; the
+file holds three.
 """
 
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from engines.bundle import EngineBundle, file_records, write_bundle
 from engines.manifest import Manifest, TensorRecord
 from gpu_bench.deepen import FEWEST, deepen
+from gpu_bench.widen import random_values, widen
 from passes.manager import link_or_copy
 from passes.onnx_model import load_structure, onnx_model_from_path
 from pipeline.build import build
 from pipeline.config import BuildConfig
 from pipeline.progress import Progress
 
-_DRAWN = (1 << 22) + 1
-"""Values drawn for a weight, which repeats them: all would take a minute. Odd, so that no two rows are alike."""
+BUILT_VOCABULARY = 1280
+"""Tokens of the model that is built; no other size of it."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,12 @@ def random_bundle(shape: Shape, sku: str, config: BuildConfig, progress: Progres
         with progress.stage("draw random weights"):
             save_model(shape, model)
         built = build(str(model), [sku], replace(config, out=shallow), progress)[0].bundle
-        with progress.stage(f"repeat layers up to {shape.layers}"):
-            return deepened(built, config.out, shape.layers)
+        with progress.stage(f"make {shape.layers} layers and {shape.vocabulary} tokens of it"):
+            return enlarged(built, config.out, shape)
 
 
 def save_model(shape: Shape, folder: Path) -> None:
-    """A Hugging Face folder of three layers, its weights in bfloat16: normal, and the same again every few million."""
+    """A Hugging Face folder of three layers and `BUILT_VOCABULARY` tokens, its weights in bfloat16."""
     import torch
     import transformers
     from safetensors.torch import save_file
@@ -59,7 +63,7 @@ def save_model(shape: Shape, folder: Path) -> None:
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         intermediate_size=shape.intermediate,
-        vocab_size=shape.vocabulary,
+        vocab_size=BUILT_VOCABULARY,
         max_position_embeddings=shape.context,
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
@@ -69,32 +73,32 @@ def save_model(shape: Shape, folder: Path) -> None:
     config.save_pretrained(folder)
     with torch.device("meta"):
         parameters = dict(transformers.LlamaForCausalLM(config).named_parameters())
-    generator = torch.Generator().manual_seed(0)
+    generator = np.random.default_rng(0)
 
     def weight(size: torch.Size) -> torch.Tensor:
+        values = np.concatenate(list(random_values(size.numel(), np.float32, generator)))
         if len(size) == 1:
-            return torch.ones(size, dtype=torch.bfloat16)  # a norm's
-        block = torch.randn(min(size.numel(), _DRAWN), generator=generator).mul_(config.initializer_range).bfloat16()
-        return block.repeat(-(-size.numel() // len(block)))[: size.numel()].view(size)
+            values += 1  # a norm's
+        return torch.from_numpy(values).view(size).bfloat16()
 
     weights = {name: weight(parameter.shape) for name, parameter in parameters.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def deepened(shallow: EngineBundle, path: Path, layers: int) -> EngineBundle:
-    """Another bundle of an engine, with more layers."""
+def enlarged(small: EngineBundle, path: Path, shape: Shape) -> EngineBundle:
+    """Another bundle of an engine, with more layers and tokens."""
 
     def fill(folder: Path) -> Manifest:
         import onnx
 
-        old = shallow.manifest
+        old = small.manifest
         for name in old.files:
             if name != old.engine:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                link_or_copy(shallow.path / name, folder / name)
-        graph = load_structure(shallow.engine_path)
+                link_or_copy(small.path / name, folder / name)
+        graph = load_structure(small.engine_path)
         assert old.decoder is not None
-        decoder = deepen(graph, old.decoder, layers)
+        decoder = widen(graph, deepen(graph, old.decoder, shape.layers), shape.vocabulary, folder)
         onnx.save(graph, folder / old.engine)
         made = onnx_model_from_path(folder / old.engine)
         changes = {

@@ -45,9 +45,8 @@ class Kind:
 
 
 CPU = Kind("cpu", "fp32", 1e-4)
-FP32, FP16, BF16 = Kind("gpu", "fp32", 1e-2), Kind("gpu", "fp16", 1e-2), Kind("gpu", "bf16", 5e-2)
-"""On a GPU attention and its cache are of 16 bits in every build."""
-KINDS = [CPU, *(pytest.param(kind, id=f"gpu-{kind.precision}", marks=gpu) for kind in (FP32, FP16, BF16))]
+FP16, BF16 = Kind("gpu", "fp16", 1e-2), Kind("gpu", "bf16", 5e-2)
+KINDS = [CPU, *(pytest.param(kind, id=f"gpu-{kind.precision}", marks=gpu) for kind in (FP16, BF16))]
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +88,11 @@ def open_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
     def open_(kind: Kind, **options) -> Engine:
         if kind not in bundles:
-            bundles[kind] = tmp_path_factory.mktemp("bundles") / kind.precision
+            path = tmp_path_factory.mktemp("bundles") / kind.precision
             sku = kind.sku if kind.sku == "cpu" else match_gpu(own_gpus()[0], sku_table()).sku.name
-            config = BuildConfig(out=bundles[kind], precision=kind.precision, verify_passes=False)
+            config = BuildConfig(out=path, precision=kind.precision, verify_passes=False)
             build(str(model), [sku], config, Progress())
+            bundles[kind] = path
         engines.append(Engine.open(bundles[kind], **options))
         return engines[-1]
 
@@ -145,13 +145,21 @@ def test_answers_are_drawn_by_seed(kind: Kind, open_engine):
 
 @gpu[0]
 @gpu[1]
-def test_greedy_tokens_in_fp32_are_those_of_the_cpu(open_engine):
+def test_greedy_tokens_are_those_of_the_cpu_in_fp32(open_engine, reference):
+    """While each of them leads by more than rounding: attention on a GPU is of 16 bits, so no engine there is FP32."""
     prompts = [np.random.default_rng(seed).integers(0, VOCABULARY, 10 + 9 * seed).tolist() for seed in range(8)]
     sampling = SamplingParams(max_tokens=40, ignore_eos=True)
     options = {"kv_blocks": 128, "config": CONFIG}
-    expected = open_engine(CPU, **options).generate(prompts, sampling)
-    found = open_engine(FP32, **options).generate(prompts, sampling)
-    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
+    answers = [open_engine(kind, **options).generate(prompts, sampling) for kind in (CPU, FP16)]
+    compared = 0
+    for prompt, expected, found in zip(prompts, *answers, strict=True):
+        rows = reference([*prompt, *expected.token_ids])[len(prompt) - 1 : -1]
+        second, first = np.sort(rows, axis=1)[:, -2:].T
+        close = np.flatnonzero(first - second <= 2 * FP16.tolerance * np.abs(rows).max(axis=1))
+        sure = close[0] if len(close) else len(rows)
+        assert found.token_ids[:sure] == expected.token_ids[:sure]
+        compared += sure
+    assert compared > 100
 
 
 @gpu[0]
