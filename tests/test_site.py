@@ -35,6 +35,7 @@ def test_every_page_is_there_and_every_command_in_the_reference(site: Path) -> N
     page = (site / "reference" / "cli" / "index.html").read_text()
     for path in ("build-engine", *commands(kiln_group, "kiln")):
         assert f'id="{path.replace(" ", "-")}"' in page, path
+    assert "Sentinel" not in page, "mkdocs-click shows click's internals"
     assert (site / "source" / "engines" / "capi" / "kiln.h").read_bytes() == HEADER.read_bytes()
     assert "Kiln compiles a trained model" in (site / "index.html").read_text()
 
