@@ -139,7 +139,7 @@ def _build(made: Made, progress: Progress) -> EngineBundle:
     for profile in made.profiles:
         sizes = ", ".join(f"{symbol} {sizes}" for symbol, sizes in profile.symbols.items())
         progress.note(f"profile {profile.name}: {sizes or 'fixed shapes'}")
-    progress.note(f"building will take about {size(forecast_build_memory(model))} of host memory")
+    progress.note(f"building will take about {size(forecast_build_memory(model, len(made.profiles)))} of host memory")
 
     def fill(folder: Path) -> Manifest:
         if config.tokenizer is not None:

@@ -18,6 +18,7 @@ from engines.backends.tensorrt.api import Product
 from engines.backends.tensorrt.child import LAYERS, LOG, PLAN, REQUEST, RESULT, Request, Result
 from engines.backends.tensorrt.layers import EngineLayer, layers_from_file
 from engines.backends.tensorrt.options import TensorRtOptions
+from engines.backends.tensorrt.plugin_graph import abi_of
 from engines.backends.tensorrt.profile_check import check_profiles
 from engines.backends.tensorrt.profiles import Profile
 from engines.sku import host_memory
@@ -25,9 +26,10 @@ from passes.onnx_model import OnnxModel, external_files, load_structure
 from plugins.errors import KilnError
 from plugins.paged_attention.tensorrt_plugin import Kernels
 
-MEMORY_PER_WEIGHT, MEMORY_BASE = 4.0, 400 * 2**20
-"""Peak of a build: several copies of the weights, and what the libraries take themselves. Users report 3 to 4 times the
-parameters (TensorRT-Edge-LLM 30); `docs/tensorrt.md` has what was measured here."""
+MEMORY_PER_WEIGHT, MEMORY_BASE, MEMORY_PER_PROFILE = 4.0, 400 * 2**20, 100 * 2**20
+"""Peak of a build: several copies of the weights, what the libraries take themselves, and what each profile but the
+first has of its own. Users report 3 to 4 times the parameters (TensorRT-Edge-LLM 30); `docs/tensorrt.md` has what was
+measured here."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,11 @@ class Plan:
     warnings: tuple[str, ...]
 
 
-def forecast_build_memory(model: OnnxModel) -> int:
-    """Bytes of host memory that building will take at its peak, from the bytes of its weights."""
+def forecast_build_memory(model: OnnxModel, profiles: int = 1) -> int:
+    """Bytes of host memory that building will take at its peak, from the bytes of its weights and its profiles."""
     proto = load_structure(model.path)
     weights = sum(file.stat().st_size for file in [model.path, *external_files(model.path, proto)])
-    return int(MEMORY_BASE + MEMORY_PER_WEIGHT * weights)
+    return int(MEMORY_BASE + MEMORY_PER_WEIGHT * weights + MEMORY_PER_PROFILE * (profiles - 1))
 
 
 def profiles_digest(profiles: Sequence[Profile]) -> str:
@@ -79,7 +81,7 @@ def build_plan(
     that would not do, and a builder that crashed. The log stays in `folder`.
     """
     check_profiles(model.path, model.inputs, profiles)
-    forecast = forecast_build_memory(model)
+    forecast = forecast_build_memory(model, len(profiles))
     if forecast > host_memory():
         raise KilnError(
             f"building {model.path} will take about {forecast / 2**30:.1f} GiB of host memory, this machine has "
@@ -87,6 +89,7 @@ def build_plan(
         )
     shapes = [{tensor.name: profile.shapes(tensor) for tensor in model.inputs} for profile in profiles]
     if kernels is not None:
+        abi_of(model.path)
         kernels.ptx()  # compiled, and where that fails said, before a builder is started
     own = None if kernels is None else asdict(kernels)
     request = Request(product, str((parsed or model.path).resolve()), shapes, options.to_dict(), own, least, inspect)
