@@ -5,8 +5,9 @@ sent to a replica stands for a block that it computed. For each replica the name
 many as its cache has blocks, the one used longest ago forgotten first: a mirror of the cache, not its truth.
 
 1. Of the replicas that know at least `worth` of the prompt's blocks and are not overloaded, the one that knows most;
-   among equals the least loaded. Overloaded is who has no place left in its batch and more than `slack` times the mean
-   load (consistent hashing with bounded loads, Mirrokni et al., arXiv 1608.01350).
+   among equals the least loaded. Overloaded is who has `slack` batches more to do than the least loaded one: what its
+   cache saves would be lost by waiting. The bound is of the kind of consistent hashing with bounded loads (Mirrokni et al.,
+   arXiv 1608.01350), as a difference, because a factor of the mean bounds nothing where there are two replicas.
 2. Else the least loaded. Among equals the first in the prompt's own order of replicas (rendezvous hashing, Thaler and
    Ravishankar 1998), so that routers that know nothing of each other choose alike; passed over are replicas that were
    given more than `slack_blocks` times the mean of new blocks, so that caches fill evenly.
@@ -47,7 +48,7 @@ class RoutingConfig:
     worth: float = 0.25
     """Least share of a prompt's blocks for which a replica is preferred: less is learnt by the others soon."""
     slack: float = 1.5
-    """Load over the mean at which a replica without free places gets nothing more for its cache's sake."""
+    """Batches that a replica may have to do more than the least loaded one, and still gets requests for its cache."""
     slack_blocks: float = 1.1
 
     def __post_init__(self) -> None:
@@ -55,8 +56,10 @@ class RoutingConfig:
             raise KilnError(f"routing is by {self.policy!r}; expected one of {', '.join(get_args(Routing))}")
         if not 0 < self.worth <= 1:
             raise KilnError(f"worth is {self.worth}; expected a share above 0 and at most 1")
-        if not (self.slack >= 1 and self.slack_blocks >= 1):
-            raise KilnError(f"slack is {self.slack}, slack_blocks {self.slack_blocks}; expected at least 1")
+        if not self.slack > 0:
+            raise KilnError(f"slack is {self.slack}; expected batches, more than 0")
+        if not self.slack_blocks >= 1:
+            raise KilnError(f"slack_blocks is {self.slack_blocks}; expected at least 1")
 
 
 class _Mirror:
@@ -124,8 +127,8 @@ class PrefixMap(Generic[Replica]):
         return order[first:] + order[:first]
 
     def _overloaded(self, member: Member, members: Mapping[Replica, Member]) -> bool:
-        total = sum(other.load for other in members.values()) + 1
-        return member.load + 1 > max(member.places, self._config.slack * total / len(members))
+        least = min(other.load for other in members.values())
+        return member.load - least >= self._config.slack * member.places
 
     def _by_load(self, names: Sequence[BlockHash], members: Mapping[Replica, Member]) -> list[Replica]:
         filled = {replica: self._filled(replica, member) for replica, member in members.items()}

@@ -136,7 +136,7 @@ def name_of(app: str) -> str:
 def start_steward(app: str) -> Any:
     """The steward of an application, started where there is none; Ray's handle of it."""
     ray = ray_module()
-
+    steward_of.cache_clear()  # there may have been another one of that name
     actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=3, max_concurrency=1000)(Steward)
     return actor.options(name=name_of(app), namespace=NAMESPACE, lifetime="detached", get_if_exists=True).remote()
 
