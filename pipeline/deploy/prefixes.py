@@ -6,8 +6,8 @@ many as its cache has blocks, the one used longest ago forgotten first: a mirror
 
 1. Of the replicas that know at least `worth` of the prompt's blocks and are not overloaded, the one that knows most;
    among equals the least loaded. Overloaded is who has `slack` batches more to do than the least loaded one: what its
-   cache saves would be lost by waiting. The bound is of the kind of consistent hashing with bounded loads (Mirrokni et al.,
-   arXiv 1608.01350), as a difference, because a factor of the mean bounds nothing where there are two replicas.
+   cache saves would be lost by waiting. So loads stay bounded, as in consistent hashing with bounded loads (Mirrokni et
+   al., arXiv 1608.01350), but by a difference: a factor of the mean bounds nothing where there are two replicas.
 2. Else the least loaded. Among equals the first in the prompt's own order of replicas (rendezvous hashing, Thaler and
    Ravishankar 1998), so that routers that know nothing of each other choose alike; passed over are replicas that were
    given more than `slack_blocks` times the mean of new blocks, so that caches fill evenly.
