@@ -1,6 +1,6 @@
 """One step's work as the scheduler hands it out. Data only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engines.runtime.sequence import Sequence
 
@@ -14,21 +14,20 @@ class Chunk:
     length: int
     draft: tuple[int, ...] = ()
 
+    rows: int = field(init=False)
+    """Logits that are wanted: none unless the chunk has the last known token, then one more than drafted tokens."""
+
+    def __post_init__(self) -> None:
+        last = self.known_end == len(self.sequence.token_ids)
+        object.__setattr__(self, "rows", 1 + len(self.draft) if last else 0)
+
     @property
     def end(self) -> int:
         return self.start + self.length
 
     @property
     def known_end(self) -> int:
-        return self.end - len(self.draft)
-
-    @property
-    def rows(self) -> int:
-        """Logits that are wanted: none unless the chunk has the last known token, then one more than drafted tokens.
-
-        To be asked before the step is launched or its tokens are taken: then the sequence has more of them.
-        """
-        return 1 + len(self.draft) if self.known_end == len(self.sequence.token_ids) else 0
+        return self.start + self.length - len(self.draft)
 
 
 Batch = tuple[Chunk, ...]

@@ -71,10 +71,9 @@ class LaunchedSteps:
         for chunk in batch:
             assert chunk.sequence.computed == chunk.start
             assert not chunk.draft, "what is drafted must be known before the next step"
-            chooses = chunk.rows > 0
             chunk.sequence.computed = chunk.end
             chunk.sequence.in_flight += 1
-            if chooses:
+            if chunk.rows:
                 chunk.sequence.expect()
 
     def leave(self, sequence: Sequence) -> None:

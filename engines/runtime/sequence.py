@@ -83,7 +83,8 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Something was generated, and the last token is the only one pending."""
-        return self.pending == 1 and self.generated > 0
+        known = len(self.token_ids)
+        return known - self.computed == 1 and known > self.prompt_length
 
     @property
     def resumes(self) -> bool:
@@ -93,12 +94,12 @@ class Sequence:
     @property
     def used_up(self) -> bool:
         """All of its tokens are there and known."""
-        return self.generated - self.unknown >= self.max_tokens
+        return len(self.token_ids) - self.prompt_length - self.unknown >= self.max_tokens
 
     @property
     def awaits_end(self) -> bool:
         """Its last token is being chosen: no step takes it any more."""
-        return self.generated >= self.max_tokens
+        return len(self.token_ids) - self.prompt_length >= self.max_tokens
 
     @property
     def cached_length_limit(self) -> int:
@@ -113,8 +114,7 @@ class Sequence:
 
     def expect(self) -> None:
         """Make room for the token that a launched step chooses."""
-        assert not self.pending
-        assert not self.awaits_end
+        assert len(self.token_ids) == self.computed
         self.token_ids.append(0)
         self.unknown += 1
 

@@ -12,6 +12,7 @@ namespace {
 using sampling::Choice;
 
 constexpr int kFeedThreads = 256;
+constexpr int kDeepest = 4;  // a level has 2^10 bins, keys have 31 bits: never reached, and no loop goes on for ever
 
 // One row as its block sees it.
 template <typename T>
@@ -21,7 +22,8 @@ struct Row {
   float best;
   Choice choice;
 
-  __device__ float distance(int id) const { return best - to_float(logits[id]); }
+  // What the filters weigh: nothing where only top_k does.
+  __device__ float filter_scale() const { return choice.top_p == sampling::kAll ? kNoWeights : choice.scale; }
 };
 
 // The smallest distance at which the kept tokens are `goal` many, or weigh `goal`, among those below `end`. `first` has
@@ -32,21 +34,21 @@ __device__ Kept search(const Row<T>& row, uint32_t end, uint64_t goal, const Bin
   Level level = {0, end, 0, 0};
   uint64_t count, inside;
   narrow<kByWeight>(first, goal, first_key, level, &count, &inside);
-  for (;;) {
+  for (int depth = 0;; depth++) {
     const bool whole = kByWeight ? count == 1 : level.count + count == goal;
     const bool one_key = level.end - level.low == 1;
-    if (whole || (one_key && kByWeight)) {
+    if (whole || (one_key && kByWeight) || depth == kDeepest) {
       *weight = level.weight + inside;
       return {level.end, 0};
     }
     if (one_key) {
       const uint64_t ties = goal - level.count;
-      *weight = level.weight + ties * sampling::weight_of(__uint_as_float(level.low), row.choice.scale);
+      *weight = level.weight + ties * weight_or_none(__uint_as_float(level.low), row.filter_scale());
       return {level.low, ties};
     }
     const uint32_t low = level.low;
     const int shift = shift_of(level);
-    fill(row.logits, row.vocabulary, row.best, row.choice.scale, level, bins);
+    fill(row.logits, row.vocabulary, row.best, row.filter_scale(), level, bins);
     const auto key_of_bin = [low, shift](int bin) {
       const uint64_t key = low + (static_cast<uint64_t>(bin) << shift);
       return key < kEveryKey ? static_cast<uint32_t>(key) : kEveryKey;
@@ -63,12 +65,12 @@ __device__ Kept filtered(const Row<T>& row) {
   const bool few = choice.top_k && choice.top_k < row.vocabulary;
   Kept kept;
   if (!few && choice.top_p == sampling::kAll) return kept;
-  fill_first(row.logits, row.vocabulary, row.best, choice.scale, first);
+  fill_first(row.logits, row.vocabulary, row.best, row.filter_scale(), first);
   uint64_t weight;
   if (few) {
     kept = search<false>(row, kEveryKey, static_cast<uint64_t>(choice.top_k), first, bins, &weight);
   } else {
-    scan_block(first.weight[threadIdx.x], &weight);
+    scan_block(first.weight(threadIdx.x), &weight);
   }
   if (choice.top_p == sampling::kAll) return kept;
   const uint64_t target = sampling::share_of(weight, choice.top_p);
@@ -77,30 +79,32 @@ __device__ Kept filtered(const Row<T>& row) {
   return search<true>(row, kept.end, target, first, bins, &weight);
 }
 
-// The first id at which the running sum of value(id) exceeds target(the sum of all), in every thread.
-template <typename Value, typename Target>
-__device__ int locate(int vocabulary, Value value, Target target) {
-  __shared__ int segment, found;
+// The first id at which the running sum of value(id, logit) exceeds target(the sum of all), in every thread. Each warp
+// sums a stretch of ids; the one that has the target is then read again by the block.
+template <typename T, typename Value, typename Target>
+__device__ int locate(const Row<T>& row, Value value, Target target) {
+  __shared__ int stretch, found;
   __shared__ uint64_t rest;
-  const int length = (vocabulary + kWarps - 1) / kWarps, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int end = min(vocabulary, (warp + 1) * length);
+  constexpr int kEven = kWarps * 16;  // ids: stretches are of whole vectors
+  const int length = (row.vocabulary + kEven - 1) / kEven * (kEven / kWarps);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int begin = min(row.vocabulary, warp * length), end = min(row.vocabulary, begin + length);
   uint64_t sum = 0;
-#pragma unroll 4
-  for (int id = warp * length + lane; id < end; id += kWarp) sum += value(id);
+  for_range(row.logits, row.vocabulary, begin, end, lane, kWarp, [&](int id, float logit) { sum += value(id, logit); });
   uint64_t total, of_warp = sum;
 #pragma unroll
   for (int d = kWarp / 2; d > 0; d /= 2) of_warp += __shfl_xor_sync(~0u, of_warp, d);
   const uint64_t before = scan_block(sum, &total), goal = target(total);
   if (lane == 0 && before <= goal && goal < before + of_warp) {
-    segment = warp;
+    stretch = begin;
     rest = goal - before;
   }
   __syncthreads();
   uint64_t left = rest;
-  const int last = min(vocabulary, (segment + 1) * length);
-  for (int first = segment * length; first < last; first += kThreads) {
+  const int last = min(row.vocabulary, stretch + length);
+  for (int first = stretch; first < last; first += kThreads) {
     const int id = first + static_cast<int>(threadIdx.x);
-    const uint64_t own = id < last ? value(id) : 0;
+    const uint64_t own = id < last ? value(id, to_float(row.logits[id])) : 0;
     const uint64_t sum_before = scan_block(own, &total);
     if (sum_before <= left && left < sum_before + own) found = id;
     if (left < total) break;
@@ -117,17 +121,19 @@ __device__ int drawn(const Row<T>& row, uint64_t random) {
   const Kept kept = filtered(row);
   int last_tie = -1;
   if (kept.ties) {
-    const auto is_tie = [&](int id) -> uint64_t { return __float_as_uint(row.distance(id)) == kept.end; };
-    last_tie = locate(row.vocabulary, is_tie, [&](uint64_t) { return kept.ties - 1; });
+    const auto is_tie = [&](int, float logit) -> uint64_t {
+      return __float_as_uint(distance_of(row.best, logit)) == kept.end;
+    };
+    last_tie = locate(row, is_tie, [&](uint64_t) { return kept.ties - 1; });
   }
-  const auto weight = [&](int id) -> uint64_t {
-    const float distance = row.distance(id);
+  const auto weight = [&](int id, float logit) -> uint64_t {
+    const float distance = distance_of(row.best, logit);
     const uint32_t key = __float_as_uint(distance);
     if (key >= kept.end && !(key == kept.end && id <= last_tie)) return 0;
     const uint64_t weight = sampling::weight_of(distance, row.choice.scale);
     return weight >= row.choice.min_weight ? weight : 0;
   };
-  return locate(row.vocabulary, weight, [&](uint64_t total) { return sampling::multiply_high(random, total); });
+  return locate(row, weight, [&](uint64_t total) { return sampling::multiply_high(random, total); });
 }
 
 template <typename T>

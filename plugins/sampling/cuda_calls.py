@@ -51,9 +51,15 @@ class CudaSampling:
         self._run("kiln_cuda_sample", _Sample(*pointers, rows, vocabulary, types[logits.dtype]))
         return tokens
 
-    def feed_tokens(self, ids: "torch.Tensor", feed: "torch.Tensor", previous: "torch.Tensor") -> "torch.Tensor":
+    def feed_tokens(
+        self,
+        ids: "torch.Tensor",
+        feed: "torch.Tensor",
+        previous: "torch.Tensor",
+        out: "torch.Tensor | None" = None,
+    ) -> "torch.Tensor":
         """Ids [tokens], those with a feed taken from `previous`."""
-        fed = ids.new_empty(ids.shape)
+        fed = ids.new_empty(ids.shape) if out is None else out
         pointers = (tensor.data_ptr() for tensor in (ids, feed, previous, fed))
         self._run("kiln_cuda_feed_tokens", _FeedTokens(*pointers, len(ids), len(previous)))
         return fed

@@ -20,32 +20,43 @@ constexpr uint32_t kEveryKey = 0x7f800001u;  // above the distance infinity
 
 __device__ inline float to_float(float x) { return x; }
 
-// Calls body(id, logit) for every element of a row, whole vectors of 16 bytes at a time where it is aligned.
+// Never -0, which the difference of zeros may be: its bits would make it the largest key.
+__device__ inline float distance_of(float best, float logit) { return (best - logit) + 0.0f; }
+
+// Calls body(id, logit) for every id of [begin, end) in one of `threads` threads, of which this one is number `thread`:
+// whole vectors of 16 bytes at a time where the row is aligned, which `begin` must be then.
 template <typename T, typename Body>
-__device__ void for_each(const T* row, int vocabulary, Body body) {
+__device__ void for_range(const T* row, int vocabulary, int begin, int end, int thread, int threads, Body body) {
   constexpr int kEach = 16 / sizeof(T), kAhead = 4;
   struct alignas(16) Vector {
     T of[kEach];
   };
   if (reinterpret_cast<uintptr_t>(row) % 16 || vocabulary % kEach) {
-    for (int i = threadIdx.x; i < vocabulary; i += kThreads) body(i, to_float(row[i]));
+#pragma unroll 4
+    for (int i = begin + thread; i < end; i += threads) body(i, to_float(row[i]));
     return;
   }
   const Vector* vectors = reinterpret_cast<const Vector*>(row);
-  const int count = vocabulary / kEach;
-  for (int first = threadIdx.x; first < count; first += kAhead * kThreads) {
+  const int count = end / kEach;
+  for (int first = begin / kEach + thread; first < count; first += kAhead * threads) {
     Vector ahead[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; j++)
-      if (first + j * kThreads < count) ahead[j] = vectors[first + j * kThreads];
+      if (first + j * threads < count) ahead[j] = vectors[first + j * threads];
 #pragma unroll
     for (int j = 0; j < kAhead; j++) {
-      const int at = first + j * kThreads;
+      const int at = first + j * threads;
       if (at >= count) continue;
 #pragma unroll
       for (int i = 0; i < kEach; i++) body(at * kEach + i, to_float(ahead[j].of[i]));
     }
   }
+}
+
+// The whole row, by the block.
+template <typename T, typename Body>
+__device__ void for_each(const T* row, int vocabulary, Body body) {
+  for_range(row, vocabulary, 0, vocabulary, static_cast<int>(threadIdx.x), kThreads, body);
 }
 
 struct Best {
@@ -113,9 +124,19 @@ struct Kept {
   uint64_t ties = 0;
 };
 
+// Weights are sums of 64 bits in two halves: adding to those takes no loop, as 64 bits in shared memory would.
 struct Bins {
-  uint32_t count[kBins];
-  unsigned long long weight[kBins];
+  uint32_t count[kBins], low[kBins], high[kBins];
+
+  __device__ uint64_t weight(int bin) const { return static_cast<uint64_t>(high[bin]) << 32 | low[bin]; }
+
+  __device__ void add(int bin, uint64_t weight) {
+    atomicAdd(&count[bin], 1u);
+    const uint32_t half = static_cast<uint32_t>(weight);
+    uint32_t rest = static_cast<uint32_t>(weight >> 32);
+    if (half) rest += atomicAdd(&low[bin], half) > ~half;  // it has wrapped around: exactly one who adds sees that
+    if (rest) atomicAdd(&high[bin], rest);
+  }
 };
 
 // One level of a search: the bins of keys in [low, end), and what lies below low.
@@ -133,18 +154,23 @@ __device__ inline uint32_t first_key(int bin) { return bin < kBins ? __float_as_
 
 __device__ inline void clear(Bins& bins) {
   bins.count[threadIdx.x] = 0;
-  bins.weight[threadIdx.x] = 0;
+  bins.low[threadIdx.x] = 0;
+  bins.high[threadIdx.x] = 0;
   __syncthreads();
+}
+
+// A scale of `kNoWeights` leaves weights out.
+constexpr float kNoWeights = -1.0f;
+__device__ inline uint64_t weight_or_none(float distance, float scale) {
+  return scale == kNoWeights ? 0 : sampling::weight_of(distance, scale);
 }
 
 template <typename T>
 __device__ void fill_first(const T* row, int vocabulary, float best, float scale, Bins& bins) {
   clear(bins);
   for_each(row, vocabulary, [&](int, float logit) {
-    const float distance = best - logit;
-    const int bin = first_bin(distance);
-    atomicAdd(&bins.count[bin], 1u);
-    if (const uint64_t weight = sampling::weight_of(distance, scale)) atomicAdd(&bins.weight[bin], weight);
+    const float distance = distance_of(best, logit);
+    bins.add(first_bin(distance), weight_or_none(distance, scale));
   });
   __syncthreads();
 }
@@ -161,12 +187,10 @@ __device__ void fill(const T* row, int vocabulary, float best, float scale, cons
   const int shift = shift_of(level);
   clear(bins);
   for_each(row, vocabulary, [&](int, float logit) {
-    const float distance = best - logit;
+    const float distance = distance_of(best, logit);
     const uint32_t key = __float_as_uint(distance);
     if (key < level.low || key >= level.end) return;
-    atomicAdd(&bins.count[(key - level.low) >> shift], 1u);
-    if (const uint64_t weight = sampling::weight_of(distance, scale))
-      atomicAdd(&bins.weight[(key - level.low) >> shift], weight);
+    bins.add((key - level.low) >> shift, weight_or_none(distance, scale));
   });
   __syncthreads();
 }
@@ -180,15 +204,15 @@ __device__ void narrow(const Bins& bins, uint64_t goal, FirstKey first_key, Leve
   __shared__ uint64_t inside[2];
   uint64_t total;
   const uint64_t counts = level.count + scan_block(bins.count[threadIdx.x], &total);
-  const uint64_t weights = level.weight + scan_block(bins.weight[threadIdx.x], &total);
+  const uint64_t weights = level.weight + scan_block(bins.weight(threadIdx.x), &total);
   const uint64_t before = kByWeight ? weights : counts;
-  const uint64_t own = kByWeight ? bins.weight[threadIdx.x] : bins.count[threadIdx.x];
+  const uint64_t own = kByWeight ? bins.weight(threadIdx.x) : bins.count[threadIdx.x];
   // A goal of 0 is reached by the first token: then bin 0 must win, which holds the best one.
   if (goal <= before + own && (goal > before || threadIdx.x == 0)) {
     found = {max(level.low, first_key(static_cast<int>(threadIdx.x))),
              min(level.end, first_key(static_cast<int>(threadIdx.x) + 1)), counts, weights};
     inside[0] = bins.count[threadIdx.x];
-    inside[1] = bins.weight[threadIdx.x];
+    inside[1] = bins.weight(threadIdx.x);
   }
   __syncthreads();
   level = found;

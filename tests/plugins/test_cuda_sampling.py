@@ -76,11 +76,12 @@ def test_a_cuda_graph_follows_its_operands(kernels: CudaSampling) -> None:
     previous = torch.empty(30, dtype=torch.int32, device="cuda")
     kernels.sample(*operands, out=previous)
     ids, feed = (torch.arange(30, dtype=torch.int32, device="cuda") for _ in range(2))
+    fed = torch.empty_like(ids)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         kernels.sample(*operands, out=previous)
-        fed = kernels.feed_tokens(ids, feed, previous)
+        kernels.feed_tokens(ids, feed, previous, fed)
     rows = random_rows(2, 30, 3000)
     for tensor, array in zip(operands, rows.operands(), strict=True):
         tensor.copy_(torch.from_numpy(array))
