@@ -74,7 +74,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Report the log-probability of each token and of so many most likely ones, of the model's own distribution."""
     seed: int | None = None
-    """Seed of this request's own generator; None draws one from the operating system."""
+    """Seed of this request's own generator; None draws one from the operating system. It gives the same tokens whatever
+    else runs; others where the step samples by itself (`plugins.sampling`) than where the host does."""
     max_tokens: int | None = None
     """Most tokens to generate; None, or more than the context leaves, means what the context leaves."""
     stop: tuple[str, ...] = ()
