@@ -26,7 +26,7 @@ from pipeline.load import load
 from pipeline.progress import Progress
 from pipeline.quantize.config import QuantizeConfig
 from pipeline.source import resolve_source
-from pipeline.tensorrt import build_tensorrt
+from pipeline.tensorrt import build_tensorrt, gpu_for
 from pipeline.tensorrt_config import BACKENDS, TensorRtBuild
 from pipeline.tensorrt_quantize import SCHEME
 from plugins.errors import KilnError
@@ -179,6 +179,7 @@ def build_command(
         quantize = QuantizeConfig(SCHEME, specs, calibration, search="all", keep=keep, smooth="none")
         config = replace(config, quantize=quantize)
     progress = Progress(verbose=verbose)
+    gpu_for(config)  # refused before a model is exported
     with _exported(model, max_context, progress) as (source, tokenizer):
         print(build_tensorrt(source, replace(config, tokenizer=tokenizer), progress).path)
 

@@ -68,7 +68,7 @@ _NAMED = 5
 def build_tensorrt(source: OnnxModel, config: TensorRtBuild, progress: Progress) -> EngineBundle:
     """Rewrite, build, check and publish. Raises KilnError; nothing is published that was to be checked and failed."""
     attention = _attention_of(source, config)
-    gpu = _gpu_for(config)
+    gpu = gpu_for(config)
     processors = multiprocessors() if attention == "plugin" else 0
     with temporary_sibling(config.out) as workspace:
         model = reference = source
@@ -153,7 +153,7 @@ def _build(made: Made, progress: Progress) -> EngineBundle:
     return bundle
 
 
-def _gpu_for(config: TensorRtBuild) -> Gpu | None:
+def gpu_for(config: TensorRtBuild) -> Gpu | None:
     """The GPU that the plan is built on and for; None where there is none, and nothing will be run."""
     try:
         gpus = own_gpus()
