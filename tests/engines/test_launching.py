@@ -91,7 +91,7 @@ def test_graphs_are_told_apart(sampling_graph, tiny_model, cpu_plugin):
 PROMPTS = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=30), min_size=1, max_size=6)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(prompts=PROMPTS, blocks=st.sampled_from([8, 12, 40]), cancelled=st.sets(st.integers(0, 5), max_size=2))
 def test_an_engine_that_runs_ahead_answers_as_one_that_waits(tiny_model, cpu_plugin, sampling_graph, **drawn):
     model, prompts = tiny_model(), [tuple(prompt) for prompt in drawn["prompts"]]

@@ -71,7 +71,7 @@ def asked() -> st.SearchStrategy[Asked]:
     return st.builds(Asked, prompts, sampling, st.sampled_from(["interactive", "batch"]), cancels)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     requests=st.lists(asked(), min_size=1, max_size=9),
     blocks=st.sampled_from([9, 12, 64]),

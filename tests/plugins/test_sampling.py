@@ -59,7 +59,7 @@ def test_weights_are_powers_of_two_and_never_rise() -> None:
         assert (np.diff(weights) <= 0).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(ROWS)
 def test_tokens_are_the_references(rows: Rows) -> None:
     np.testing.assert_array_equal(sample(rows), reference.sample(*rows.operands()))
