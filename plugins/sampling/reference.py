@@ -61,7 +61,7 @@ def kept_weights(
         last = int(np.searchsorted(np.cumsum(weights[kept]), np.uint64(target)))
         kept = kept[distances[kept] <= distances[kept[last]]]
     if np.float32(min_p) > 0:
-        least = int(min(np.float32(min_p), 1) * np.float64(ONE))
+        least = int(np.minimum(np.float32(min_p), 1) * np.float64(ONE))
         kept = kept[weights[kept] >= np.uint64(least)]
     filtered = np.zeros_like(weights)
     filtered[kept] = weights[kept]
