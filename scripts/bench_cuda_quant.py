@@ -27,7 +27,7 @@ from plugins.elementwise.cuda_calls import CudaElementwise
 from plugins.quant_matmul.cuda_calls import CudaQuantLinear, QuantWeight
 from plugins.quant_matmul.cuda_choice import Choices, Measured
 from plugins.quant_matmul.cuda_schema import KERNEL_ROWS, WeightFormat
-from scripts.bench_cuda_step import Shape, milliseconds
+from scripts.bench_cuda_step import Shape, milliseconds, random_bits
 
 LAYERS = ("qkv", "o", "gate_up", "down", "head")
 Run = Callable[[], object]
@@ -51,19 +51,9 @@ class Layer:
         sixteen = torch.randn(self.rows, self.depth, device="cuda").mul_(self.depth**-0.5).bfloat16()
         self.sixteen = [sixteen.clone() for _ in range(max(1, self.copies // 2))]
         self.weights: dict[WeightFormat, list[QuantWeight]] = {
-            form: [self._random(form) for _ in range(self.copies)] for form in ("int8", "float8e4m3fn", "int4")
+            form: [random_bits(form, self.rows, self.depth) for _ in range(self.copies)]
+            for form in ("int8", "float8e4m3fn", "int4")
         }
-
-    def _random(self, form: WeightFormat) -> QuantWeight:
-        """Bits at random, which cost what real ones do; of float8 without its two NaNs."""
-        group = 128 if form == "int4" else 0
-        bytes_ = self.depth // 2 if form == "int4" else self.depth
-        packed = torch.randint(0, 255, (self.rows, bytes_), dtype=torch.uint8, device="cuda")
-        if form == "float8e4m3fn":
-            packed[packed % 128 == 127] = 0
-        groups = self.depth // group if group else 1
-        scale = torch.full((groups, self.rows), 1e-3, device="cuda")
-        return QuantWeight(packed, scale, form, group)
 
     def candidates(self, batch: int) -> dict[str, Run]:
         x = torch.randn(batch, self.depth, device="cuda").bfloat16()

@@ -81,7 +81,7 @@ cudaError_t run(const PagedAttention& given, cudaStream_t stream) {
   if (!prefill) call.decode_rows = INT_MAX;
   if (!decode) call.decode_rows = 0;
   if (error == cudaSuccess && prefill)
-    error = device.major == 9 && !call.portable && !is_quantised(call) ? launch_hopper(call, stream) : launch_prefill(call, stream);
+    error = device.major == 9 && !call.portable ? launch_hopper(call, stream) : launch_prefill(call, stream);
   if (error == cudaSuccess && decode) error = launch_decode(call, device, stream);
   return error;
 }

@@ -11,7 +11,7 @@
 // 32 bytes, and the L2's rate of requests is then the limit (H200, 64 sequences of 4096: 299 us against 265).
 //
 // Caches of int8 take the same way: see cuda_int8.cuh. Which of the two caches are, is told at run time, so that one
-// kernel does for all of them.
+// kernel does for all of them. Their rows are not padded: fewer requests to the L2, and bank conflicts that are hidden.
 //
 // How rounds are cut depends on the lengths of all sequences of the call, so the last bits of a result do, too.
 #pragma once
@@ -30,6 +30,7 @@ struct Decoder {
   static constexpr int kVectors = kHeadDim / 8, kRegisters = Layout::kRegisters, kPart = Layout::kPart;
   // Where registers suffice, queries are turned only when they are needed.
   using Held = std::conditional_t<kColumns == 1, Unrotated<T>, uint4>;
+  static constexpr bool kWideKeys = kHeadDim % 64 == 0;  // keys of int8 are loaded 16 bytes at a time
   static constexpr int kHeld = (kRows * kVectors + Layout::kMinThreads - 1) / Layout::kMinThreads;
 
   const PagedAttention& call;
@@ -75,18 +76,11 @@ struct Decoder {
     return kQuantised ? Layout::stage_bytes(call) : 2 * 16 * kRow;
   }
 
-  // Starts copying 16 rows of a cache from element `at` on. What lies beyond the `seen` first becomes zeros: 0 times
-  // what is there may be NaN.
+  // Starts copying 16 rows of a cache from element `at` on.
   template <int kSize>
-  __device__ __forceinline__ void fetch_rows(const void* cache, int64_t at, uint32_t to, int seen) const {
-    constexpr int kBytes = kHeadDim * kSize, kEach = kBytes / 16;
+  __device__ __forceinline__ void fetch_cache(const void* cache, int64_t at, uint32_t to, int seen) const {
     const char* from = static_cast<const char*>(cache) + at * kSize;
-    const int stride = call.kv_heads * kBytes;
-#pragma unroll
-    for (int i = 0; i < kEach / 2; i++) {
-      const int row = (i * 32 + lane) / kEach, vector = (i * 32 + lane) % kEach;
-      copy_async(to + row * (kBytes + 16) + vector * 16, from + row * stride + vector * 16, row < seen ? 16 : 0);
-    }
+    fetch_rows<kHeadDim, kSize>(from, call.kv_heads * kHeadDim * kSize, to, seen);
   }
 
   // Starts copying this warp's tile of the cursor's round.
@@ -98,10 +92,10 @@ struct Decoder {
     const int64_t at = slot * call.kv_heads * kHeadDim + head * kHeadDim;
     const uint32_t to = buffers + stage * stage_bytes();
     const int seen = cursor.of.end - position;
-    if (byte_keys()) fetch_rows<1>(call.key_cache, at, to, seen);
-    else fetch_rows<2>(call.key_cache, at, to, seen);
-    if (byte_values()) fetch_rows<1>(call.value_cache, at, to + key_bytes(), seen);
-    else fetch_rows<2>(call.value_cache, at, to + key_bytes(), seen);
+    if (byte_keys()) fetch_cache<1>(call.key_cache, at, to, seen);
+    else fetch_cache<2>(call.key_cache, at, to, seen);
+    if (byte_values()) fetch_cache<1>(call.value_cache, at, to + key_bytes(), seen);
+    else fetch_cache<2>(call.value_cache, at, to + key_bytes(), seen);
     if constexpr (kQuantised) {
       const float* scales = lane < 16 ? call.key_scale : call.value_scale;
       const int row = lane % 16;
@@ -136,7 +130,8 @@ struct Decoder {
       uint4 vector;
       if constexpr (kColumns == 1) vector = held[i].rotated();
       else vector = held[i];
-      if (byte_keys()) store_query(rows + e / kVectors * kRow, e % kVectors, vector);
+      if (byte_keys() && kWideKeys) store_wide_query(rows + e / kVectors * kRow, e % kVectors, vector);
+      else if (byte_keys()) store_query(rows + e / kVectors * kRow, e % kVectors, vector);
       else store_shared(rows + e / kVectors * kRow + e % kVectors * 16, vector);
     }
     __syncthreads();
@@ -155,21 +150,28 @@ struct Decoder {
   __device__ __forceinline__ void score(uint32_t stage, const uint32_t (&q)[kColumns][kSteps][2],
                                         float (&s)[kColumns][4]) const {
     if (byte_keys()) {
-      const uint32_t word = stage + lane / 4 * Layout::kByteRow + lane % 4 * 4;
+      const uint32_t row = stage + lane / 4 * Layout::kByteRow;
+      uint32_t low[4], high[4], a[4];
 #pragma unroll
       for (int k = 0; k < kSteps; k++) {
-        uint32_t a[4];
-        expand<T>(load_word(word + k * 16), a[0], a[2]);
-        expand<T>(load_word(word + 8 * Layout::kByteRow + k * 16), a[1], a[3]);
+        if (!kWideKeys) {
+          low[k % 4] = load_word(row + k * 16 + lane % 4 * 4);
+          high[k % 4] = load_word(row + 8 * Layout::kByteRow + k * 16 + lane % 4 * 4);
+        } else if (k % 4 == 0) {
+          load_words(low, row + (k + lane % 4) * 16);
+          load_words(high, row + 8 * Layout::kByteRow + (k + lane % 4) * 16);
+        }
+        expand<T>(low[k % 4], a[0], a[2]);
+        expand<T>(high[k % 4], a[1], a[3]);
 #pragma unroll
         for (int n = 0; n < kColumns; n++) Numbers<T>::multiply(s[n], a, q[n][k][0], q[n][k][1]);
       }
       const uint32_t scale = stage + stage_bytes() - 128 + lane / 4 * 4;
-      const float low = load_float(scale), high = load_float(scale + 32);
+      const float upper = load_float(scale), lower = load_float(scale + 32);
 #pragma unroll
       for (int n = 0; n < kColumns; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[n][i] *= i < 2 ? low : high;
+        for (int i = 0; i < 4; i++) s[n][i] *= i < 2 ? upper : lower;
       return;
     }
 #pragma unroll
@@ -183,7 +185,6 @@ struct Decoder {
 
   using Accumulators = float[kColumns][kSteps][4];
   using Kept = float[kColumns][2];
-
   static __device__ __forceinline__ void keep(float (&o)[4], const float (&kept)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) o[i] *= kept[i & 1];

@@ -14,7 +14,7 @@ struct DecodePlan {
 template <int kHeadDim>
 struct DecodeLayout {
   static constexpr int kRow = kHeadDim * 2 + 16;        // bytes of a padded row
-  static constexpr int kByteRow = kHeadDim + 16;        // of one of int8
+  static constexpr int kByteRow = kHeadDim;             // of one of int8
   static constexpr int kRegisters = kHeadDim / 4;       // accumulators of a thread for 8 query rows
   static constexpr int kPart = (kRegisters + 4) * 32;   // floats of one warp's result: accumulators, two m, two l
   static constexpr int kMinThreads = kHeadDim == 256 ? 64 : 128;
@@ -28,6 +28,20 @@ struct DecodeLayout {
     return plan.warps * plan.stages * stage_bytes(call) + (merge > join ? merge : join) + (call.seqs + 1) * 4;
   }
 };
+
+// Starts copying 16 rows of a cache, one head of kSize bytes an element, `stride` bytes apart. What lies beyond the first
+// `seen` becomes zeros: 0 times what is there may be NaN. Called by whole warps.
+template <int kHeadDim, int kSize>
+__device__ __forceinline__ void fetch_rows(const char* from, int stride, uint32_t to, int seen) {
+  constexpr int kEach = kHeadDim * kSize / 16;
+  constexpr int kTo = kSize == 1 ? DecodeLayout<kHeadDim>::kByteRow : DecodeLayout<kHeadDim>::kRow;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kEach / 2; i++) {
+    const int row = (i * 32 + lane) / kEach, vector = (i * 32 + lane) % kEach;
+    copy_async(to + row * kTo + vector * 16, from + row * stride + vector * 16, row < seen ? 16 : 0);
+  }
+}
 
 // Floats of scratch: for each CTA the part that ends in it and the one that begins in it.
 template <int kHeadDim, int kColumns>

@@ -2,9 +2,11 @@
 //
 // A CTA takes 128 query rows of one KV head. One warp copies pages of keys and values, 16 positions a box, into two
 // stages each; two warpgroups of 64 rows multiply. A warpgroup's next scores are computed while it adds up the values
-// of the ones before, and softmax runs under both.
+// of the ones before, and softmax runs under both. Pages of int8 are turned into the 16-bit type by four warps on their
+// way (cuda_hopper_int8.cuh).
 #pragma once
 
+#include "cuda_int8.cuh"
 #include "cuda_wgmma.cuh"
 
 namespace kiln::cuda {
@@ -37,28 +39,31 @@ struct HopperWork {
   __device__ __forceinline__ int token_of(int row) const { return min((tile.row + row) / group, tile.of.count - 1); }
 };
 
+// One warp copies the pages of a stage, of keys or of values, when the stage before in its place is no longer needed.
+template <int kHeadDim>
+__device__ __forceinline__ void copy_stage(const HopperWork& work, const CUtensorMap* map, uint32_t stages, int position,
+                                           int number, uint64_t (&full)[2], uint64_t (&empty)[2]) {
+  using Layout = HopperLayout<kHeadDim>;
+  const int lane = threadIdx.x % 32, page = lane / Layout::kChunks, chunk = lane % Layout::kChunks, stage = number % 2;
+  const int pages = min(Layout::kKeys, work.end - position + Layout::kPage - 1) / Layout::kPage;
+  const int boxes = pages * Layout::kChunks, at = position + page * Layout::kPage;
+  const int block = lane < boxes ? block_of(work.call, work.tile.seq, at) : 0;
+  const int row = block * work.call.block_size + at % work.call.block_size;
+  const uint32_t to = stages + stage * Layout::kTileBytes + (chunk * Layout::kKeys + page * Layout::kPage) * 128;
+  const uint32_t barrier = shared_address(&full[stage]);
+  wait_barrier(shared_address(&empty[stage]), number / 2 % 2 ^ 1);
+  if (lane == 0) arrive_expecting(barrier, boxes * Layout::kBoxBytes);
+  __syncwarp();
+  if (lane < boxes) copy_box(to, map, chunk * 64, work.head, row, barrier);
+}
+
 template <int kHeadDim>
 __device__ __forceinline__ void copy_pages(const HopperWork& work, const CUtensorMap* key_map,
                                            const CUtensorMap* value_map) {
-  using Layout = HopperLayout<kHeadDim>;
-  const int lane = threadIdx.x % 32, page = lane / Layout::kChunks, chunk = lane % Layout::kChunks;
-  for (int position = work.begin, i = 0; position < work.end; position += Layout::kKeys, i++) {
-    const int stage = i % 2, phase = i / 2 % 2;
-    const int pages = min(Layout::kKeys, work.end - position + Layout::kPage - 1) / Layout::kPage;
-    const int boxes = pages * Layout::kChunks, at = position + page * Layout::kPage;
-    const int block = lane < boxes ? block_of(work.call, work.tile.seq, at) : 0;
-    const int row = block * work.call.block_size + at % work.call.block_size;
-    const uint32_t offset = stage * Layout::kTileBytes + (chunk * Layout::kKeys + page * Layout::kPage) * 128;
-    const uint32_t keys_full = shared_address(&work.barriers.keys_full[stage]);
-    wait_barrier(shared_address(&work.barriers.keys_empty[stage]), phase ^ 1);
-    if (lane == 0) arrive_expecting(keys_full, boxes * Layout::kBoxBytes);
-    __syncwarp();
-    if (lane < boxes) copy_box(work.keys + offset, key_map, chunk * 64, work.head, row, keys_full);
-    const uint32_t values_full = shared_address(&work.barriers.values_full[stage]);
-    wait_barrier(shared_address(&work.barriers.values_empty[stage]), phase ^ 1);
-    if (lane == 0) arrive_expecting(values_full, boxes * Layout::kBoxBytes);
-    __syncwarp();
-    if (lane < boxes) copy_box(work.values + offset, value_map, chunk * 64, work.head, row, values_full);
+  HopperBarriers& barriers = work.barriers;
+  for (int position = work.begin, i = 0; position < work.end; position += HopperLayout<kHeadDim>::kKeys, i++) {
+    copy_stage<kHeadDim>(work, key_map, work.keys, position, i, barriers.keys_full, barriers.keys_empty);
+    copy_stage<kHeadDim>(work, value_map, work.values, position, i, barriers.values_full, barriers.values_empty);
   }
 }
 
@@ -273,64 +278,5 @@ struct HopperRows {
   }
 };
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
-
-template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(384, 1)
-    hopper_kernel(const __grid_constant__ PagedAttention call, const __grid_constant__ CUtensorMap key_map,
-                  const __grid_constant__ CUtensorMap value_map) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Layout = HopperLayout<kHeadDim>;
-  extern __shared__ char shared[];
-  __shared__ HopperBarriers barriers;
-  let_next_start();
-  const Tile tile = tile_from_end(call, Layout::kRows, blockIdx.x / call.kv_heads);
-  if (tile.seq < 0) {
-    wait_for_previous();  // whatever follows takes the end of this kernel for the end of all before it
-    return;
-  }
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < 2; stage++) {
-      init_barrier(shared_address(&barriers.keys_full[stage]), 1);
-      init_barrier(shared_address(&barriers.values_full[stage]), 1);
-      init_barrier(shared_address(&barriers.keys_empty[stage]), 8);
-      init_barrier(shared_address(&barriers.values_empty[stage]), 8);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncthreads();
-  const int group = call.heads / call.kv_heads, rows = tile.of.count * group;
-  const uint32_t base = (shared_address(shared) + 1023) & ~1023u;
-  const HopperWork work{call,
-                        tile,
-                        static_cast<int>(blockIdx.x % call.kv_heads),
-                        group,
-                        tile.of.begin(call, tile.row / group),
-                        min(tile.of.past + (min(tile.row + Layout::kRows, rows) - 1) / group + 1, tile.of.end),
-                        base,
-                        base + Layout::kQueryBytes,
-                        base + Layout::kQueryBytes + 2 * Layout::kTileBytes,
-                        barriers};
-  const int warpgroup = threadIdx.x / 128 - 1;
-  if (warpgroup < 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x < 32) {
-      wait_for_previous();
-      copy_pages<kHeadDim>(work, &key_map, &value_map);
-    }
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    HopperRows<T, kHeadDim> consumer{work,
-                                     Scores(call),
-                                     warpgroup,
-                                     lane,
-                                     warpgroup * 64 + warp * 16 + lane / 4,
-                                     work.queries + warpgroup * 64 * 128};
-    consumer.load_queries();
-    consumer.attend();
-    consumer.write();
-  }
-#endif
-}
 
 }  // namespace kiln::cuda

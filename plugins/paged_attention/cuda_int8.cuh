@@ -35,6 +35,23 @@ __device__ __forceinline__ void store_query(uint32_t row, int vector, uint4 x) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 16), "r"(x.y), "r"(x.w) : "memory");
 }
 
+// The same in another order, for keys that are loaded 16 bytes at a time: word i of chunk 4 j + c is what thread c has of
+// the product 4 j + i.
+__device__ __forceinline__ void store_wide_query(uint32_t row, int vector, uint4 x) {
+  const int chunk = vector / 2, product = chunk / 4 * 4 + vector % 2 * 2;
+  const uint32_t to = row + product * 32 + chunk % 4 * 4;
+  const uint32_t words[] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + i * 16), "r"(words[i]) : "memory");
+}
+
+__device__ __forceinline__ void load_words(uint32_t (&words)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Copies 4 bytes, or zero.
 __device__ __forceinline__ void copy_word_async(uint32_t to, const void* from, bool inside) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");

@@ -36,6 +36,8 @@ inline int64_t row_bytes(const QuantLinear& call) {
 // What a launch of the kernels takes at most; `run` cuts more rows into pieces, which read the weights again.
 constexpr int64_t kQuantLinearRows = 64;
 
+constexpr int64_t kEqualRows = 32;
+
 // What `scratch` must hold on the current device, for calls of any shape. Zero on failure.
 size_t quant_linear_scratch_bytes();
 
@@ -44,7 +46,7 @@ const char* unsupported(const QuantLinear& call);
 
 // Multiplies x as it is: weights become 16-bit numbers on their way to the tensor cores, exactly. `call` must be
 // supported. `run_portable` needs nothing that compute capability 8.0 lacks, `run` takes Hopper's kernel where it can.
-// A row's result depends on that row alone, to the bit.
+// Up to kEqualRows rows a row's result depends on that row alone, to the bit; more are summed in another order.
 cudaError_t run(const QuantLinear& call, cudaStream_t stream);
 cudaError_t run_portable(const QuantLinear& call, cudaStream_t stream);
 

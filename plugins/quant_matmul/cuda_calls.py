@@ -101,9 +101,10 @@ class CudaQuantLinear:
         if not self._w8a8:
             raise KilnError("no W8A8 products: cuBLASLt or device memory for its workspace is missing")
         call, y = self._call(x, weight, bias, out, swiglu)
-        q = x.new_empty(x.numel() + 4 * len(x) + 32, dtype=_uint8())
-        sums = x.new_empty(len(x) * weight.packed.shape[0] * 4, dtype=_uint8())
-        after_q = q.data_ptr() + (x.numel() + 15) // 16 * 16
+        rows = (len(x) + 63) // 64 * 64  # at least padded_rows of cuda_library.h
+        q = x.new_empty(rows * x.shape[1] + 4 * rows, dtype=_uint8())
+        sums = x.new_empty(rows * weight.packed.shape[0] * 4, dtype=_uint8())
+        after_q = q.data_ptr() + rows * x.shape[1]
         buffers = _QuantBuffers(q.data_ptr(), after_q, sums.data_ptr())
         stream = ctypes.c_void_p(_stream())
         problem = self._library.kiln_cuda_quant_library_run(

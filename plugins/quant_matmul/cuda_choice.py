@@ -1,7 +1,8 @@
 """Which product a layer takes at which batch on one device: what was measured, and what follows from it.
 
 scripts/bench_cuda_quant.py measures and writes the table; a build or `kiln tune` reads it and sets the attributes of
-`plugins.dense.schema` and `plugins.quant_matmul.cuda_schema`. Knows neither devices nor graphs.
+`plugins.dense.schema` and `plugins.quant_matmul.cuda_schema`. choices/ holds the tables of SKUs that were measured, for
+a decoder of Llama-8B's shape. Knows neither devices nor graphs.
 
 Candidates are named: "dense" and "cublas" (16-bit weights), a format of cuda_schema.FORMATS (its kernels, 16-bit rows),
 and a format followed by " w8a8" (quantised rows).
@@ -11,12 +12,14 @@ import json
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from plugins.errors import KilnError
 from plugins.quant_matmul.cuda_schema import FORMATS, WeightFormat
 
 SIXTEEN_BITS = ("dense", "cublas")
 _VERSION = 1
+_RECORDED = Path(__file__).parent / "choices"
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,9 @@ class Measured:
                 f"expected some of {', '.join(formats)}"
             )
         return min(fitting, key=lambda name: fitting[name])
+
+    def is_timed(self, form: str) -> bool:
+        return any(name.split()[0] == form for name in self.microseconds)
 
     def gain(self, formats: Collection[str]) -> float:
         """Time of the best of these formats over that of 16 bits: below 1 it wins."""
@@ -73,18 +79,21 @@ class Choices:
             known = sorted({one.layer for one in self.measured})
             raise KilnError(f"layer {layer} was not measured on {self.device}; expected one of {', '.join(known)}")
         sixteen = Choice(None, max((one.batch for one in rows if one.best(SIXTEEN_BITS) == "dense"), default=0))
-        fitting = [form for form in formats if all(one.gain((form,)) <= 1 for one in rows)]
+        fitting = [form for form in formats if all(one.is_timed(form) and one.gain((form,)) <= 1 for one in rows)]
         if not fitting:
             return sixteen
         form = min(fitting, key=lambda name: sum(math.log(one.microseconds[one.best((name,))]) for one in rows))
         return Choice(form, max((one.batch for one in rows if one.best((form,)) == form), default=0))
 
     def to_json(self) -> str:
-        return json.dumps({"version": _VERSION, "device": self.device, "measured": list(self._rows())}, indent=1)
+        """One line for each layer and batch, times to a tenth of a microsecond, and which candidate won."""
+        lines = ",\n  ".join(json.dumps(row) for row in self._rows())
+        return f'{{"version": {_VERSION}, "device": {json.dumps(self.device)}, "measured": [\n  {lines}\n]}}\n'
 
     def _rows(self) -> Iterator[dict[str, object]]:
         for one in self.measured:
-            yield {**asdict(one), "choice": one.best((*SIXTEEN_BITS, *FORMATS))}
+            times = {name: round(time, 1) for name, time in one.microseconds.items()}
+            yield {**asdict(one), "microseconds": times, "choice": one.best((*SIXTEEN_BITS, *FORMATS))}
 
     @staticmethod
     def from_json(text: str) -> "Choices":
@@ -102,3 +111,9 @@ class Choices:
         if version != _VERSION:
             raise KilnError(f"a table of measured products has version {version}; expected {_VERSION}: measure again")
         return choices
+
+
+def recorded(sku: str) -> Choices | None:
+    """What was measured for a SKU (`h200`), or None where nobody has."""
+    path = _RECORDED / f"{sku}.json"
+    return Choices.from_json(path.read_text()) if path.is_file() else None

@@ -1,8 +1,11 @@
 // The product on Hopper (sm_90a): dense/cuda_hopper.cuh's ring and producer, with 128 bytes of each weight row a stage.
-// The consumers turn them into 16-bit fragments in registers, wgmma's first operand; x is the second, in shared memory.
+// The consumers turn them into 16-bit fragments in registers. Up to 32 rows these go to mma.sync, which needs no waiting
+// for a group of products (H200, 1 row of width 128256, depth 4096: 134 us against 158), beyond to wgmma, which reads x
+// once for four warps.
 #pragma once
 
 #include "../dense/cuda_hopper.cuh"
+#include "../dense/cuda_portable.cuh"
 #include "cuda_fragments.cuh"
 #include "cuda_wgmma.cuh"
 
@@ -64,27 +67,57 @@ struct QuantConsumer {
   int step;  // the block's next one
   Stage stage;
 
-  // One unit of a stage: part (+)= weights x^T.
-  __device__ __forceinline__ void multiply_unit(uint32_t at, int unit, bool accumulate, float (&part)[kRows / 2]) const {
+  // This thread's fragments of the weights of a unit of a stage.
+  __device__ __forceinline__ void load(uint32_t at, int unit, uint32_t (&a)[kUnitProducts][4]) const {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = warp * kSlab + lane / 4;
     constexpr int kChunks = kUnitBytes<kFormat> / 16;
-    uint32_t a[kUnitProducts][4];
     load_fragments<T, kFormat>(
         [&](int half, int chunk) {
           const int swizzled = (unit * kChunks + chunk) ^ (lane / 4);  // rows 8 apart share it
           return load_word(at + (row + 8 * half) * Shape::kRowBytes + swizzled * 16 + lane % 4 * 4);
         },
         a);
-    const uint64_t b = matrix_descriptor(at + Shape::kWeightBytes + unit * 2 * Shape::kBoxBytes);
-    wgmma_begin();
+  }
+
+  // part (+)= weights x^T over a unit of a stage.
+  __device__ __forceinline__ void multiply_unit(uint32_t at, int unit, bool accumulate, float (&part)[kRows / 2]) const {
+    uint32_t a[kUnitProducts][4];
+    load(at, unit, a);
+    const uint32_t x = at + Shape::kWeightBytes + unit * 2 * Shape::kBoxBytes;
+    if constexpr (kRows <= kEqualRows) {
+      multiply_warp(x, a, accumulate, part);
+    } else {
+      const uint64_t b = matrix_descriptor(x);
+      wgmma_begin();
 #pragma unroll
-    for (int k = 0; k < kUnitProducts; k++)
-      WgmmaOfRegisters<T, kRows>::run(part, a[k], b + k / 4 * (Shape::kBoxBytes / 16) + k % 4 * kNextDepth,
-                                      accumulate || k > 0);
-    wgmma_commit();
-    wgmma_wait<0>();
+      for (int k = 0; k < kUnitProducts; k++)
+        WgmmaOfRegisters<T, kRows>::run(part, a[k], b + k / 4 * (Shape::kBoxBytes / 16) + k % 4 * kNextDepth,
+                                        accumulate || k > 0);
+      wgmma_commit();
+      wgmma_wait<0>();
 #pragma unroll
-    for (int j = 0; j < kRows / 2; j++) asm volatile("" : "+f"(part[j])::"memory");  // no use before the wait
+      for (int j = 0; j < kRows / 2; j++) asm volatile("" : "+f"(part[j])::"memory");  // no use before the wait
+    }
+  }
+
+  // The same by mma.sync; x is at `x`, in boxes of 64 columns, swizzled. Two sums each, so that products overlap.
+  __device__ __forceinline__ void multiply_warp(uint32_t x, const uint32_t (&a)[kUnitProducts][4], bool accumulate,
+                                                float (&part)[kRows / 2]) const {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int g = 0; g < kRows / kGroup; g++) {
+      float even[4] = {}, odd[4] = {};
+#pragma unroll
+      for (int k = 0; k < kUnitProducts; k += 2) {
+        const int chunk = k % 4 * 2 + lane / 8;  // the matrices of two products
+        uint32_t b[4];
+        load_matrices(b, x + k / 4 * Shape::kBoxBytes + (g * kGroup + lane % 8) * 128 + (chunk ^ lane % 8) * 16);
+        mma<T>(even, a[k], b[0], b[1]);
+        mma<T>(odd, a[k + 1], b[2], b[3]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) part[4 * g + i] = (accumulate ? part[4 * g + i] : 0) + even[i] + odd[i];
+    }
   }
 
   // Sums of the block's next `count` steps, all of one tile.

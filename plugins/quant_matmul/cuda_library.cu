@@ -95,7 +95,8 @@ struct QuantLibrary::Plan {
   Plan(void* handle, const QuantLinear& call, bool direct) : is_int8(call.format == WeightFormat::kInt8) {
     const int type = is_int8 ? kInt8Data : kFloat8Data, sums = is_int8 ? kInt32Data : kFloatData;
     const int element = call.element == Element::kFloat16 ? kHalfData : kBfloat16Data;
-    const uint64_t depth = call.depth, rows = call.rows, width = weight_rows(call);
+    const uint64_t depth = call.depth, width = weight_rows(call);
+    const uint64_t rows = is_int8 ? padded_rows(call.rows) : call.rows;  // what padding gives, nobody reads
     if (lt().create_operation(&operation, is_int8 ? kInt32Sums : kFloatSums, sums) != kSuccess ||
         lt().create_layout(&weight, type, depth, width, call.depth) != kSuccess ||
         lt().create_layout(&x, type, depth, rows, call.depth) != kSuccess ||
@@ -155,7 +156,8 @@ QuantLibrary::~QuantLibrary() {
 QuantLibrary::Plan* QuantLibrary::plan_of(const QuantLinear& call, bool direct) {
   const int64_t kind = static_cast<int64_t>(call.format) * 8 + static_cast<int64_t>(call.element) * 4 +
                        (call.bias ? 2 : 0) + direct;
-  Plan*& plan = plans_[{call.rows, call.depth, weight_rows(call), kind, 0}];
+  const int64_t rows = call.format == WeightFormat::kInt8 ? padded_rows(call.rows) : call.rows;
+  Plan*& plan = plans_[{rows, call.depth, weight_rows(call), kind}];
   if (!plan) plan = new Plan(handle_, call, direct);
   return plan->usable ? plan : nullptr;
 }

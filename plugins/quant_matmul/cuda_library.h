@@ -11,7 +11,11 @@
 
 namespace kiln::cuda {
 
-// What a call needs for the time it runs.
+// Rows that the products of int8 have in truth: for some numbers of rows in between cuBLASLt takes a multiple of the time
+// (H200, width 4096, depth 14336: 96 rows 40.5 us, 128 rows 33.6).
+inline int64_t padded_rows(int64_t rows) { return rows <= 64 ? (rows + 15) / 16 * 16 : (rows + 63) / 64 * 64; }
+
+// What a call needs for the time it runs, with rows padded.
 struct QuantBuffers {
   void* q;           // [rows, depth] bytes
   float* row_scale;  // [rows]
@@ -33,7 +37,7 @@ class QuantLibrary {
 
  private:
   struct Plan;
-  using Key = std::array<int64_t, 5>;
+  using Key = std::array<int64_t, 4>;
   Plan* plan_of(const QuantLinear& call, bool direct);
 
   void* handle_ = nullptr;

@@ -29,7 +29,7 @@ struct QuantAttributes {
   QuantAttributes(OrtApi api, const OrtKernelInfo* info)
       : format(attribute(api, info, "format", int64_t{-1})),
         group(attribute(api, info, "group_size", int64_t{0})),
-        kernel_rows(attribute(api, info, "kernel_rows", cuda::kQuantLinearRows)) {
+        kernel_rows(attribute(api, info, "kernel_rows", cuda::kEqualRows)) {
     if (format < 0 || format > 2) fail("format must be 0 (int8), 1 (float8e4m3fn) or 2 (int4): found ", format);
     if (kernel_rows < 0 || kernel_rows > cuda::kQuantLinearRows)
       fail("kernel_rows must be 0 (always W8A8) to ", cuda::kQuantLinearRows, ": found ", kernel_rows);
@@ -90,8 +90,8 @@ struct Kernel {
       return;
     }
     if (const char* problem = cuda::unsupported_by_library(call)) fail(problem);
-    const size_t q = static_cast<size_t>(call.rows) * call.depth, scales = (static_cast<size_t>(call.rows) * 4 + 15) / 16 * 16;
-    const size_t sums = static_cast<size_t>(call.rows) * cuda::weight_rows(call) * 4;
+    const auto rows = static_cast<size_t>(cuda::padded_rows(call.rows));
+    const size_t q = rows * call.depth, scales = (rows * 4 + 15) / 16 * 16, sums = rows * cuda::weight_rows(call) * 4;
     char* buffer = static_cast<char*>(varying_scratch_of(stream, q + scales + sums));
     const cuda::QuantBuffers buffers = {buffer, reinterpret_cast<float*>(buffer + q), buffer + q + scales};
     if (const char* problem = library_of<cuda::QuantLibrary>(stream).run(call, buffers, stream)) fail(problem);

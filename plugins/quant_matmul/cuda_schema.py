@@ -12,11 +12,12 @@ both of [width, depth]. What w is depends on `format`: signed integers of 8 bits
 of exponent and 3 of mantissa (e4m3fn, finite ones), or integers of 4 bits (-8..7).
 
 Up to `kernel_rows` rows x is multiplied as it is: weights become 16-bit numbers on their way to the tensor cores,
-exactly, sums are float32 and rounded once, and a row's result depends on that row alone, to the bit. With more rows of
-int8 or float8 x is quantised, too (W8A8), each row by itself with the scale max|x| / 127 or max|x| / 448 and rounding
-to nearest even, as kiln::QuantizeRows does it, and cuBLASLt multiplies: int8 exactly, with int32 sums, float8 with
-float32 sums. int4 is multiplied by the kernels whatever the number of rows, 64 at a time. What pays for which weight
-and number of rows is measured for each SKU (scripts/bench_cuda_quant.py); until then `kernel_rows` is 64.
+exactly, and sums are float32 and rounded once. Up to 32 rows a row's result depends on that row alone, to the bit.
+With more than `kernel_rows` rows of int8 or float8 x is quantised, too (W8A8), each row by itself with the scale
+max|x| / 127 or max|x| / 448 and rounding to nearest even, as kiln::QuantizeRows does it, and cuBLASLt multiplies: int8
+exactly, with int32 sums, float8 with float32 sums. int4 is multiplied by the kernels whatever the number of rows, 64 at
+a time. What pays for which weight and number of rows is measured for each SKU (cuda_choice.py); until then
+`kernel_rows` is 32.
 
 The depth is a multiple of 16, of int4 of 32; groups are 0 (all of the depth) or multiples of 128; QuantLinearSwiGlu's
 width is a multiple of 8. W8A8 takes group 0 and widths that are multiples of 16, and float8 from compute capability 8.9
@@ -32,9 +33,11 @@ FORMATS: tuple[WeightFormat, ...] = ("int8", "float8e4m3fn", "int4")
 """What the attribute `format` counts through."""
 KERNEL_ROWS = 64
 """The most that `kernel_rows` can be."""
+EQUAL_ROWS = 32
+"""Up to so many rows results do not depend on how many there are."""
 
 _HALF = ("float16", "bfloat16")
-_ATTRIBUTES = {"format": None, "group_size": 0, "kernel_rows": KERNEL_ROWS}
+_ATTRIBUTES = {"format": None, "group_size": 0, "kernel_rows": EQUAL_ROWS}
 
 QUANT_LINEAR = OperatorSpec(
     "QuantLinear",

@@ -11,7 +11,7 @@ from plugins.dense.reference import linear, linear_swiglu
 from plugins.errors import KilnError
 from plugins.quant_matmul.cuda_calls import CudaQuantLinear, QuantWeight
 from plugins.quant_matmul.cuda_packing import pack, quantize, quantized_rows, restored
-from plugins.quant_matmul.cuda_schema import FORMATS, KERNEL_ROWS, WeightFormat
+from plugins.quant_matmul.cuda_schema import EQUAL_ROWS, FORMATS, KERNEL_ROWS, WeightFormat
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -85,11 +85,11 @@ def test_a_row_does_not_depend_on_its_neighbours(
     products: CudaQuantLinear, width: int, depth: int, form: WeightFormat
 ) -> None:
     weight, _ = weight_of(1, form, width, depth)
-    x = random(2, "bfloat16", KERNEL_ROWS, depth)
+    x = random(2, "bfloat16", EQUAL_ROWS, depth)
     together = products.linear(x, weight)
-    for rows in (1, 2, 7, 8, 15, 17, 32, 40, 63):
+    for rows in (1, 2, 7, 8, 15, 17, 31):
         assert torch.equal(products.linear(x[:rows], weight), together[:rows])
-    order = torch.randperm(KERNEL_ROWS, device="cuda")
+    order = torch.randperm(EQUAL_ROWS, device="cuda")
     assert torch.equal(products.linear(x[order].contiguous(), weight), together[order])
 
 
