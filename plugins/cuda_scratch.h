@@ -1,5 +1,6 @@
-// What the CUDA kernels keep for each stream: scratch memory, and libraries with a workspace, made in the first call and
-// kept, as captured graphs hold on to them. Calls of one stream run one after another, so they share it. Knows no kernel.
+// What the CUDA kernels keep for each stream: scratch memory, and libraries with a workspace, made in the first call
+// and kept, as captured graphs hold on to them. Calls of one stream run one after another, so they share it. Knows no
+// kernel.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -39,8 +40,8 @@ inline void* scratch_of(cudaStream_t stream, const void* purpose, size_t bytes) 
   return buffer;
 }
 
-// Scratch memory of a size that varies: a buffer for each power of two, so that steps of other sizes share them and what
-// a captured graph writes to stays where it is.
+// Scratch memory of a size that varies: a buffer for each power of two, so that steps of other sizes share them and
+// what a captured graph writes to stays where it is.
 inline void* varying_scratch_of(cudaStream_t stream, size_t bytes) {
   static const char purposes[8 * sizeof(size_t)] = {};
   int power = 0;

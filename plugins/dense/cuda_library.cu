@@ -130,6 +130,7 @@ extern "C" __attribute__((visibility("default"))) const char* kiln_cuda_linear_l
   const char* problem = nullptr;
   const kiln::cuda::LinearLibrary library(&problem);
   if (!problem) problem = library.run(*call, packed, static_cast<cudaStream_t>(stream));
-  if (!problem && cudaStreamSynchronize(static_cast<cudaStream_t>(stream)) != cudaSuccess) problem = "the device failed";
+  if (!problem && cudaStreamSynchronize(static_cast<cudaStream_t>(stream)) != cudaSuccess)
+    problem = "the device failed";
   return problem;
 }

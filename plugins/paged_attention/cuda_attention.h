@@ -1,8 +1,9 @@
 // Paged attention on an NVIDIA GPU: one call's operands and the entry point.
 //
 // Semantics are in schema.py; queries, keys, values, output and caches have one 16-bit type, or caches are int8 with
-// scales; sums and softmax are float32. Knows nothing of ONNX Runtime. Owns no memory, allocates none, and never waits for the device: what it
-// launches depends on shapes alone, so a call can be captured in a CUDA graph and replayed with other lengths.
+// scales; sums and softmax are float32. Knows nothing of ONNX Runtime. Owns no memory, allocates none, and never waits
+// for the device: what it launches depends on shapes alone, so a call can be captured in a CUDA graph and replayed with
+// other lengths.
 //
 // Lengths, block numbers and slots are on the device, where nobody checks them. The kernels clamp them to the
 // buffers: wrong ones give wrong numbers, but touch no memory outside the operands.

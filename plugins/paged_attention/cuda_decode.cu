@@ -30,8 +30,9 @@ cudaError_t launch_columns(const PagedAttention& call, const Device& device, cud
   const int bytes = DecodeLayout<kHeadDim>::bytes(plan, call, kColumns, ranges);
   int* counters = static_cast<int*>(call.scratch);
   float* parts = reinterpret_cast<float*>(counters + (device.multiprocessors + 31) / 32 * 32);
-  return launch_large(is_quantised(call) ? decode_kernel<T, kHeadDim, kColumns, true> : decode_kernel<T, kHeadDim, kColumns, false>,
-                      ranges * call.kv_heads, plan.warps * 32, bytes, stream, call, plan, parts, counters);
+  const auto kernel = is_quantised(call) ? decode_kernel<T, kHeadDim, kColumns, true>
+                                         : decode_kernel<T, kHeadDim, kColumns, false>;
+  return launch_large(kernel, ranges * call.kv_heads, plan.warps * 32, bytes, stream, call, plan, parts, counters);
 }
 
 template <typename T, int kHeadDim>

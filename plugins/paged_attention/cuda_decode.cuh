@@ -99,9 +99,8 @@ struct Decoder {
     if constexpr (kQuantised) {
       const float* scales = lane < 16 ? call.key_scale : call.value_scale;
       const int row = lane % 16;
-      if (scales)
-        copy_word_async(to + stage_bytes() - 128 + lane * 4, scales + (slot + (row < seen ? row : 0)) * call.kv_heads + head,
-                        row < seen);
+      const int64_t from = (slot + (row < seen ? row : 0)) * call.kv_heads + head;
+      if (scales) copy_word_async(to + stage_bytes() - 128 + lane * 4, scales + from, row < seen);
     }
   }
 

@@ -29,8 +29,8 @@ struct DecodeLayout {
   }
 };
 
-// Starts copying 16 rows of a cache, one head of kSize bytes an element, `stride` bytes apart. What lies beyond the first
-// `seen` becomes zeros: 0 times what is there may be NaN. Called by whole warps.
+// Starts copying 16 rows of a cache, one head of kSize bytes an element, `stride` bytes apart. What lies beyond the
+// first `seen` becomes zeros: 0 times what is there may be NaN. Called by whole warps.
 template <int kHeadDim, int kSize>
 __device__ __forceinline__ void fetch_rows(const char* from, int stride, uint32_t to, int seen) {
   constexpr int kEach = kHeadDim * kSize / 16;

@@ -85,7 +85,8 @@ Encode encoder() {
   return found;
 }
 
-// A cache of the element type as [positions, kv_heads, head_dim], read in boxes of 16 positions, one head and 64 columns.
+// A cache of the element type as [positions, kv_heads, head_dim], read in boxes of 16 positions, one head and 64
+// columns.
 cudaError_t map_cache(const PagedAttention& call, void* cache, CUtensorMap* map) {
   if (!encoder()) return cudaErrorNotSupported;
   const cuuint64_t row = static_cast<cuuint64_t>(call.head_dim) * 2;

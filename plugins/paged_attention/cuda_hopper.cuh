@@ -41,8 +41,8 @@ struct HopperWork {
 
 // One warp copies the pages of a stage, of keys or of values, when the stage before in its place is no longer needed.
 template <int kHeadDim>
-__device__ __forceinline__ void copy_stage(const HopperWork& work, const CUtensorMap* map, uint32_t stages, int position,
-                                           int number, uint64_t (&full)[2], uint64_t (&empty)[2]) {
+__device__ __forceinline__ void copy_stage(const HopperWork& work, const CUtensorMap* map, uint32_t stages,
+                                           int position, int number, uint64_t (&full)[2], uint64_t (&empty)[2]) {
   using Layout = HopperLayout<kHeadDim>;
   const int lane = threadIdx.x % 32, page = lane / Layout::kChunks, chunk = lane % Layout::kChunks, stage = number % 2;
   const int pages = min(Layout::kKeys, work.end - position + Layout::kPage - 1) / Layout::kPage;

@@ -8,7 +8,7 @@ namespace kiln::cuda {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Four integers times a scale, rounded to the element type. 0x47xx00 above is 32768 + xx; `offset` is what takes this and
+// Four integers times a scale, rounded to the element type. 0x4700xx00 is 32768 + xx; `offset` is what takes this and
 // the sign's 128 away again, times the scale.
 template <typename T>
 __device__ __forceinline__ uint2 restored(uint32_t bytes, float scale, float offset) {
@@ -25,8 +25,8 @@ struct ByteCache {
   const float* scales;
 };
 
-// Tiles of caches, each vector of 16 integers by one thread. What a thread has taken out of its registers it replaces at
-// once by what it needs of the next tile.
+// Tiles of caches, each vector of 16 integers by one thread. What a thread has taken out of its registers it replaces
+// at once by what it needs of the next tile.
 template <typename T, int kHeadDim>
 struct TileRestorer {
   using Layout = HopperLayout<kHeadDim>;
@@ -42,7 +42,7 @@ struct TileRestorer {
     scale[i] = 0;
     if (at >= work.end) return;  // zeros: 0 times what is there may be NaN
     const PagedAttention& call = work.call;
-    const int64_t slot = static_cast<int64_t>(block_of(call, work.tile.seq, at)) * call.block_size + at % call.block_size;
+    const int64_t block = block_of(call, work.tile.seq, at), slot = block * call.block_size + at % call.block_size;
     const int64_t row = slot * call.kv_heads + work.head;
     held[i] = __ldcg(reinterpret_cast<const uint4*>(cache.levels + row * kHeadDim) + e % kVectors);
     scale[i] = __ldcg(cache.scales + row);

@@ -35,8 +35,8 @@ __device__ __forceinline__ void store_query(uint32_t row, int vector, uint4 x) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 16), "r"(x.y), "r"(x.w) : "memory");
 }
 
-// The same in another order, for keys that are loaded 16 bytes at a time: word i of chunk 4 j + c is what thread c has of
-// the product 4 j + i.
+// The same in another order, for keys that are loaded 16 bytes at a time: word i of chunk 4 j + c is what thread c has
+// of the product 4 j + i.
 __device__ __forceinline__ void store_wide_query(uint32_t row, int vector, uint4 x) {
   const int chunk = vector / 2, product = chunk / 4 * 4 + vector % 2 * 2;
   const uint32_t to = row + product * 32 + chunk % 4 * 4;

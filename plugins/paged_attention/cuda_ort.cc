@@ -1,8 +1,9 @@
 // Binds the CUDA kernels to ONNX Runtime as the custom operator kiln::PagedAttention (schema.py has the contract).
 //
 // One OrtCustomOp per 16-bit type and pair of cache types (that type or int8), for CUDAExecutionProvider: all operands
-// are on the device, launches go to its stream, and nothing waits. Checks ranks and shapes; values in the index tensors cannot be checked here. Copies the
-// caches where the outputs are not the input buffers themselves. Knows nothing of how attention works.
+// are on the device, launches go to its stream, and nothing waits. Checks ranks and shapes; values in the index tensors
+// cannot be checked here. Copies the caches where the outputs are not the input buffers themselves. Knows nothing of
+// how attention works.
 #include <algorithm>
 #include <limits>
 

@@ -75,9 +75,8 @@ struct Prefiller {
         const float* of = i < kKeys ? call.key_scale : call.value_scale;
         const int at = position + i % kKeys;
         const bool seen = at < tile.of.end;
-        if (of)
-          copy_word_async(scales + stage * Layout::kScales + i * 4, of + (seen ? slot_of(at) : 0) * call.kv_heads + head,
-                          seen);
+        const int64_t from = (seen ? slot_of(at) : 0) * call.kv_heads + head;
+        if (of) copy_word_async(scales + stage * Layout::kScales + i * 4, of + from, seen);
       }
     }
     commit_copies();
@@ -142,7 +141,8 @@ struct Prefiller {
       for (int i = 0; i < 4; i++) {
         const float* pair = s[2 * k + i / 2] + i % 2 * 2;
         const uint32_t scale = value_scales + (k * 16 + i / 2 * 8 + lane % 4 * 2) * 4;
-        const SplitPair scaled(scaled_weight(pair[0], load_float(scale)), scaled_weight(pair[1], load_float(scale + 4)));
+        const SplitPair scaled(scaled_weight(pair[0], load_float(scale)),
+                               scaled_weight(pair[1], load_float(scale + 4)));
         high[i] = scaled.high, low[i] = scaled.low;
         l[i % 2] += pair[0] + pair[1];
       }
@@ -207,8 +207,9 @@ struct Prefiller {
       l[j] += __shfl_xor_sync(kAll, l[j], 2);
       const int row = tile.row + warp * 16 + lane / 4 + j * 8;
       if (row >= tile.of.count * group) continue;
-      T* of_row = static_cast<T*>(call.output) +
-                  (static_cast<int64_t>(tile.of.first + row / group) * call.heads + head * group + row % group) * kHeadDim;
+      const int64_t token = tile.of.first + row / group;
+      T* of_row =
+          static_cast<T*>(call.output) + (token * call.heads + head * group + row % group) * kHeadDim;
       if (byte_values()) {
 #pragma unroll
         for (int d = 0; d < 2 * kSteps; d += 4) {

@@ -1,5 +1,5 @@
-// Writes the new tokens' keys (rotated) and values to their slots of the caches, as they are or as int8 with a scale for
-// each head. Knows nothing of attention.
+// Writes the new tokens' keys (rotated) and values to their slots of the caches, as they are or as int8 with a scale
+// for each head. Knows nothing of attention.
 #pragma once
 
 #include "cuda_device.cuh"
@@ -72,14 +72,15 @@ __device__ __forceinline__ void store_quantised(const float (&x)[8], bool inside
   if (threadIdx.x % 32 == 0) *scale = step;
 }
 
-// The same where a cache is int8: a warp takes one head of a token's keys or values. Rotated keys are not rounded before
-// they are quantised.
+// The same where a cache is int8: a warp takes one head of a token's keys or values. Rotated keys are not rounded
+// before they are quantised.
 template <typename T>
 __global__ void __launch_bounds__(kWriteThreads) write_quantised_kernel(const __grid_constant__ PagedAttention call) {
   wait_for_previous();
   let_next_start();
   const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kWriteThreads + threadIdx.x) / 32;
-  const int token = static_cast<int>(warp / (2 * call.kv_heads)), of_token = static_cast<int>(warp % (2 * call.kv_heads));
+  const int token = static_cast<int>(warp / (2 * call.kv_heads));
+  const int of_token = static_cast<int>(warp % (2 * call.kv_heads));
   if (token >= call.tokens) return;
   const int slot = call.slots[token];
   if (slot < 0 || slot >= call.blocks * static_cast<int64_t>(call.block_size)) return;

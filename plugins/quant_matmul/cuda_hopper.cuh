@@ -1,7 +1,7 @@
-// The product on Hopper (sm_90a): dense/cuda_hopper.cuh's ring and producer, with 128 bytes of each weight row a stage.
-// The consumers turn them into 16-bit fragments in registers. Up to 32 rows these go to mma.sync, which needs no waiting
-// for a group of products (H200, 1 row of width 128256, depth 4096: 134 us against 158), beyond to wgmma, which reads x
-// once for four warps.
+// The product on Hopper (sm_90a): dense/cuda_hopper.cuh's ring and producer, 128 bytes of each weight row a stage.
+// The consumers turn them into 16-bit fragments in registers. Up to 32 rows these go to mma.sync, which needs no
+// waiting for a group of products (H200, 1 row of width 128256, depth 4096: 134 us against 158), beyond to wgmma, which
+// reads x once for four warps.
 #pragma once
 
 #include "../dense/cuda_hopper.cuh"
@@ -80,7 +80,8 @@ struct QuantConsumer {
   }
 
   // part (+)= weights x^T over a unit of a stage.
-  __device__ __forceinline__ void multiply_unit(uint32_t at, int unit, bool accumulate, float (&part)[kRows / 2]) const {
+  __device__ __forceinline__ void multiply_unit(uint32_t at, int unit, bool accumulate,
+                                                float (&part)[kRows / 2]) const {
     uint32_t a[kUnitProducts][4];
     load(at, unit, a);
     const uint32_t x = at + Shape::kWeightBytes + unit * 2 * Shape::kBoxBytes;

@@ -138,8 +138,10 @@ cudaError_t finish(const QuantLinear& call, const void* sums, const float* row_s
 cudaError_t quantize_rows(const QuantLinear& call, void* q, float* scale, cudaStream_t stream) {
   const bool half = call.element == Element::kFloat16;
   if (call.format == WeightFormat::kFloat8)
-    return half ? quantize<__half, true>(call, q, scale, stream) : quantize<__nv_bfloat16, true>(call, q, scale, stream);
-  return half ? quantize<__half, false>(call, q, scale, stream) : quantize<__nv_bfloat16, false>(call, q, scale, stream);
+    return half ? quantize<__half, true>(call, q, scale, stream)
+                : quantize<__nv_bfloat16, true>(call, q, scale, stream);
+  return half ? quantize<__half, false>(call, q, scale, stream)
+              : quantize<__nv_bfloat16, false>(call, q, scale, stream);
 }
 
 cudaError_t finish_sums(const QuantLinear& call, const void* sums, const float* row_scale, cudaStream_t stream) {
