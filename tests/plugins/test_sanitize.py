@@ -61,7 +61,11 @@ def test_sanitizer_is_at_work() -> None:
 
 
 @pytest.mark.parametrize(
-    "tests", ["test_paged_attention.py", "test_paged_attention_errors.py", "test_elementwise.py", *QUANTISED]
+    "tests",
+    [
+        *("test_paged_attention.py", "test_paged_attention_errors.py", "test_elementwise.py", "test_sampling.py"),
+        *QUANTISED,
+    ],
 )
 def test_kernel_stays_inside_its_buffers(tests: str) -> None:
     found = python(RUN_TESTS, f"tests/plugins/{tests}")
