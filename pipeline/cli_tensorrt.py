@@ -28,7 +28,7 @@ from pipeline.quantize.config import QuantizeConfig
 from pipeline.source import resolve_source
 from pipeline.tensorrt import build_tensorrt, gpu_for
 from pipeline.tensorrt_config import BACKENDS, TensorRtBuild
-from pipeline.tensorrt_quantize import SCHEME
+from pipeline.tensorrt_quantize import SCHEME, refuse_quantised_decoder
 from plugins.errors import KilnError
 
 SERVING = ServingShapes()
@@ -134,7 +134,7 @@ def tensorrt_group() -> None:
 @click.option(
     "--quant",
     type=click.Choice(("int8",)),
-    help="INT8 with Q and D where TensorRT fuses them, with ranges from --calibration, or from Python's documentation.",
+    help="INT8 with Q and D where TensorRT fuses them, with ranges from --calibration; texts need none. No decoders.",
 )
 @click.option("--keep", multiple=True, metavar="LAYER", help="Leave a layer float; * and ? match many.")
 @calibration_options
@@ -176,16 +176,18 @@ def build_command(
     chosen = options_from_cli(options, target)
     config = TensorRtBuild(target, out, precision, passes, backend, chosen, serving, check, attention)
     if quant is not None:
-        quantize = QuantizeConfig(SCHEME, specs, calibration, search="all", keep=keep, smooth="none")
+        quantize = QuantizeConfig(SCHEME, specs, calibration, search="all", keep=keep)
         config = replace(config, quantize=quantize)
     progress = Progress(verbose=verbose)
     gpu_for(config)  # refused before a model is exported
-    with _exported(model, max_context, progress) as (source, tokenizer):
+    with _exported(model, max_context, quant is not None, progress) as (source, tokenizer):
         print(build_tensorrt(source, replace(config, tokenizer=tokenizer), progress).path)
 
 
 @contextmanager
-def _exported(spec: str, max_context: int | None, progress: Progress) -> Iterator[tuple[OnnxModel, Path | None]]:
+def _exported(
+    spec: str, max_context: int | None, quantised: bool, progress: Progress
+) -> Iterator[tuple[OnnxModel, Path | None]]:
     """The ONNX model and the folder of its tokenizer, if it has one; both are there until the block ends."""
     found = resolve_source(spec)
     if found.kind == "onnx":
@@ -197,6 +199,8 @@ def _exported(spec: str, max_context: int | None, progress: Progress) -> Iterato
     with tempfile.TemporaryDirectory(prefix="kiln-tensorrt-") as folder:
         with progress.stage("load weights"):
             loaded = load(found)
+        if quantised and loaded.is_decoder:
+            refuse_quantised_decoder(spec)
         with progress.stage("export to ONNX"):
             path = Path(folder) / f"{found.name}.onnx"
             model = export_model(loaded, path, BuildConfig(max_context=max_context))

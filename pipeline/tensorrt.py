@@ -56,7 +56,7 @@ from pipeline.tensorrt_decoder import (
     linear_check,
     multiprocessors,
 )
-from pipeline.tensorrt_quantize import quantised_for_tensorrt
+from pipeline.tensorrt_quantize import quantised_for_tensorrt, refuse_quantised_decoder
 from pipeline.tensorrt_record import TOKENIZER, Made, manifest_of
 from plugins.errors import KilnError
 from plugins.paged_attention.tensorrt_plugin import Element
@@ -93,6 +93,8 @@ def _attention_of(source: OnnxModel, config: TensorRtBuild) -> Attention | None:
         if config.attention is not None:
             raise KilnError(f"{source.path} is no decoder's serving graph: leave --attention {config.attention} out")
         return None
+    if config.quantize is not None:
+        refuse_quantised_decoder(str(source.path))
     attention = attention_for(config.sku, config.attention, config.backend)
     if attention == "plugin" and config.options.strip_weights:
         raise KilnError(

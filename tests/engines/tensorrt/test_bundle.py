@@ -169,6 +169,8 @@ def test_what_a_decoder_cannot_have_is_refused_before_any_work(decoder, model, t
     if not has_driver():
         with pytest.raises(KilnError, match="no CUDA driver"):
             build_tensorrt(decoder, replace(config, options=TensorRtOptions()), Progress())
+    with pytest.raises(KilnError, match=r"decoder\.onnx is a decoder, and TensorRT has INT8 with fixed ranges"):
+        build_tensorrt(decoder, replace(config, quantize=QuantizeConfig("w8a8")), Progress())
     with pytest.raises(KilnError, match="no decoder's serving graph: leave --attention plugin out"):
         build_tensorrt(model, config, Progress())
     assert not (tmp_path / "b").exists()
