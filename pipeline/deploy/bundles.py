@@ -172,7 +172,7 @@ def _holds(path: Path, identity: str) -> bool:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """One process at a time; the lock ends with it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)  # the folder itself is locked by who installs
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
