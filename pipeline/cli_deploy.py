@@ -152,7 +152,8 @@ def up_command(
             application.start_serve(host, port)
         with progress.stage(f"{options.count.least} replicas of {called}"):
             application.up(options, source)
-    click.echo(f"http://{host}:{port}")
+            url = application.require_answer(host, port)
+    click.echo(url)
 
 
 def _count(replicas: int | None, most: int | None, fitting: int, progress: Progress) -> ReplicaCount:

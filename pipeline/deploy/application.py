@@ -4,6 +4,7 @@ A version's application is never changed, only made and deleted, because Serve r
 deployed again; its number of replicas follows the autoscaling policy, which the steward can overrule. Needs Ray.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,28 @@ def up(options: DeployOptions, source: BundleSource) -> Version:
     ray.get(steward.direct.remote(version.app))
     _run(_ingress(options, source), options.app, "/")
     return version
+
+
+def require_answer(host: str, port: int, seconds: float = 60.0) -> str:
+    """The address at which the application takes requests. Raises KilnError where nothing answers there in time."""
+    import httpx
+
+    url = f"http://{host}:{port}"
+    here = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    end, found = time.monotonic() + seconds, ""
+    while True:
+        try:
+            found = str(httpx.get(f"http://{here}:{port}/health/ready", timeout=seconds).status_code)
+        except httpx.TransportError as error:
+            found = first_line(error)
+        if found == "200":
+            return url
+        if time.monotonic() > end:
+            raise KilnError(
+                f"the replicas are up, but {url} answers {found}; Serve listens where it was started first: give its "
+                "--host and --port, or end it: serve shutdown"
+            )
+        time.sleep(_METRICS_SECONDS)
 
 
 def fixed_size(options: DeployOptions) -> int:
