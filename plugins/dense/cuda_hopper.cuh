@@ -3,9 +3,10 @@
 // nothing, and x is its narrow operand. Knows nothing of how the work is divided (cuda_work.cuh).
 //
 // The ring takes most of a multiprocessor's shared memory, for two reasons. It hides what lies between one product's
-// last byte and the next one's first: blocks of the next launch start where blocks of this one end, and fill their rings
-// while they wait. And no two blocks of a launch can meet on one multiprocessor, which would then take twice as long
-// as the others: rings of 100 KB did that wherever a launch found some of the multiprocessors taken, by attention say.
+// last byte and the next one's first: blocks of the next launch start where blocks of this one end, and fill their
+// rings while they wait. And no two blocks of a launch can meet on one multiprocessor, which would then take twice as
+// long as the others: rings of 100 KB did that wherever a launch found some of the multiprocessors taken, by attention
+// say.
 #pragma once
 
 #include <cuda.h>
