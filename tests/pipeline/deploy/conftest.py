@@ -12,7 +12,7 @@ from pipeline.config import BuildConfig
 from tests.pipeline.deploy.cluster_material import ray_cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest, serving_bundle: Path) -> Iterator[Any]:
     """Four node processes: a head, and three nodes of the bundle's machine type with one CPU each."""
     if "cluster" not in request.config.getoption("-m"):

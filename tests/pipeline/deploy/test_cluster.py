@@ -145,9 +145,13 @@ def test_load_brings_more_replicas(source, port):
     with application_up(options("kiln", source, replicas=1, most=2), source, port) as client:
         app = version_up()
         assert running_replicas(app) == 1
-        for number in range(12):
-            client.start(PROMPTS[number % 8], 300, stream=False)
-        wait_until(lambda: running_replicas(app) == 2, "a second replica")
+
+        def keep_busy() -> bool:
+            while sum(not answer.done for answer in client.answers) < 12:
+                client.start(PROMPTS[0], 300, stream=False)
+            return running_replicas(app) == 2
+
+        wait_until(keep_busy, "a second replica")
         client.join()
         assert all(answer.done for answer in client.answers)
 
