@@ -45,7 +45,7 @@ def start_serve(host: str, port: int) -> None:
 
 
 def up(options: DeployOptions, source: BundleSource) -> Version:
-    """The first version of an application. Raises KilnError where one runs, or the replicas do not come up."""
+    """The first version of an application. Raises KilnError where one runs, or it does not come up; then nothing does."""
     ray = ray_module()
 
     if find(options.app) is not None:
@@ -54,10 +54,14 @@ def up(options: DeployOptions, source: BundleSource) -> Version:
             "another --app"
         )
     steward, version = start_steward(options.app), Version.of(options.app, source)
-    ray.get(steward.tell.remote(version.app, fixed_size(options)))
-    start_version(options, version, options.count.least)
-    ray.get(steward.direct.remote(version.app))
-    _run(_ingress(options, source), options.app, "/")
+    try:
+        ray.get(steward.tell.remote(version.app, fixed_size(options)))
+        start_version(options, version, options.count.least)
+        ray.get(steward.direct.remote(version.app))
+        _run(_ingress(options, source), options.app, "/")
+    except BaseException:
+        down(options.app)
+        raise
     return version
 
 
