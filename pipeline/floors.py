@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from passes.onnx_model import DecoderSpec, load_structure
 from pipeline.operator_work import ITEMSIZE, product_operations
+from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
 from plugins.paged_attention.schema import INPUTS, LOGITS, OP_TYPE
+from plugins.quant_matmul.cuda_schema import FORMATS, QUANT_LINEAR, QUANT_LINEAR_SWIGLU
 from plugins.quant_matmul.schema import INT8_MATMUL, WEIGHT_MATMUL
 
 if TYPE_CHECKING:
@@ -28,9 +30,11 @@ _WEIGHTS: Mapping[str, tuple[int, ...]] = {
     "MatMulIntegerToFloat": (1,),
     INT8_MATMUL.op_type: (2,),
     WEIGHT_MATMUL.op_type: (1,),
+    **{spec.op_type: (1,) for spec in (LINEAR, LINEAR_SWIGLU, QUANT_LINEAR, QUANT_LINEAR_SWIGLU)},
 }
 """Product to the inputs that may be its weight."""
 _PACKED = (INT8_MATMUL.op_type, WEIGHT_MATMUL.op_type)
+_LOW_BIT = (QUANT_LINEAR.op_type, QUANT_LINEAR_SWIGLU.op_type)
 _COUNTED = {"MatMul", "Gemm", "Conv", "QLinearConv", "MultiHeadAttention"}
 _ROTATIONS = tuple(i for i, spec in enumerate(INPUTS) if spec.name in ("cos_cache", "sin_cache"))
 _ROW_TABLES = {"Gather": (0,), OP_TYPE: _ROTATIONS}
@@ -233,8 +237,11 @@ def _weight_of(
 
 def _products_of(node: "onnx.NodeProto", weight: "onnx.TensorProto") -> int:
     """Multiply-adds of one row; of Kiln's packed weights with what fills them up."""
-    bits = next((attribute.i for attribute in node.attribute if attribute.name == "bits"), 8)
-    return math.prod(weight.dims) * 8 // bits if node.op_type in _PACKED else math.prod(weight.dims)
+    numbers = {attribute.name: attribute.i for attribute in node.attribute}
+    if node.op_type in _PACKED:
+        return math.prod(weight.dims) * 8 // numbers.get("bits", 8)
+    is_int4 = node.op_type in _LOW_BIT and FORMATS[numbers["format"]] == "int4"
+    return math.prod(weight.dims) * (2 if is_int4 else 1)
 
 
 def _nearest_product(output: str, producers: Mapping[str, "onnx.NodeProto"]) -> "onnx.NodeProto | None":

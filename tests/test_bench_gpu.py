@@ -16,13 +16,14 @@ from gpu_bench.widen import random_values, widen
 from engines.bundle import EngineBundle, open_bundle
 from engines.runtime.engine import Engine
 from engines.runtime.scheduler import SchedulerConfig
-from passes.onnx_model import load_structure
+from passes.onnx_model import DecoderSpec, load_structure
 from pipeline.config import BuildConfig
 from pipeline.floors import DecoderWork, decoder_work_from_graph
 from pipeline.load_test.trace import Lengths, TraceRequest, Workload
 from pipeline.packed import packed_logits
 from pipeline.progress import Progress
 from plugins.errors import KilnError
+from plugins.paged_attention.schema import KvLayer, KvSpec
 
 torch = pytest.importorskip("torch")
 
@@ -41,9 +42,13 @@ def work(bundle: EngineBundle) -> DecoderWork:
     return decoder_work_from_graph(bundle.engine_path, bundle.manifest.decoder)
 
 
+def _initializers(bundle: EngineBundle) -> list[onnx.TensorProto]:
+    return list(load_structure(bundle.engine_path).graph.initializer)
+
+
 def vocabulary_weights(bundle: EngineBundle) -> tuple[np.ndarray, np.ndarray]:
     """Embedding [tokens, hidden] and head [hidden, tokens]."""
-    tensors = [t for t in load_structure(bundle.engine_path).graph.initializer if SHAPE.vocabulary in t.dims]
+    tensors = [tensor for tensor in _initializers(bundle) if SHAPE.vocabulary in tensor.dims]
     arrays = [onnx.numpy_helper.to_array(tensor, str(bundle.path)) for tensor in tensors]
     (embedding,) = [array for array in arrays if array.shape == (SHAPE.vocabulary, SHAPE.hidden)]
     (head,) = [array for array in arrays if array.shape == (SHAPE.hidden, SHAPE.vocabulary)]
@@ -88,14 +93,15 @@ def test_every_repeated_layer_has_weights_of_its_own_to_read(bundle, work):
     assert work.head_parameters == SHAPE.vocabulary * hidden
     read = 4 * (work.body_parameters + work.head_parameters)
     assert read <= work.weight_bytes <= 1.01 * read
-    assert bundle.manifest.files["engine.onnx.data"].bytes < read
+    stored = [{entry.key: entry.value for entry in t.external_data} for t in _initializers(bundle) if t.external_data]
+    assert len({(at["location"], at["offset"]) for at in stored}) < len(stored)
 
 
 def test_random_values_are_spread_and_no_two_rows_are_alike():
     values = np.concatenate(list(random_values(3 * 2**22, np.float32, np.random.default_rng(0)))).reshape(-1, 4096)
     assert values.std() == pytest.approx(0.02, rel=1e-2)
     assert len(np.unique(values, axis=0)) == len(values)
-    whole = next(random_values(1000, np.int8, np.random.default_rng(0)))
+    whole = next(random_values(10_000, np.int8, np.random.default_rng(0)))
     assert {-128, 127} <= set(whole.tolist())
 
 
@@ -179,3 +185,28 @@ def test_what_misses_its_target_is_said():
         ["256", "requests", "5,000", "tokens/s", "10,000", "2.00", "5,300", "missed", "5,264", "1.05"],
         ["copy", "4.1", "TB/s"],
     ]
+
+
+def test_products_of_a_graph_for_a_gpu_are_counted(tmp_path):
+    """Weights [24, 16] in 16 bits, [48, 24] in int4 for gate and up, and [40, 24] in int8 for the head."""
+    node, value, data = onnx.helper.make_node, onnx.helper.make_tensor_value_info, onnx.TensorProto
+    weights = {
+        "a": onnx.helper.make_tensor("a", data.BFLOAT16, [24, 16], bytes(768), raw=True),
+        "b": onnx.numpy_helper.from_array(np.zeros((48, 12), np.uint8), "b"),
+        "c": onnx.numpy_helper.from_array(np.zeros((40, 24), np.uint8), "c"),
+    }
+    scales = [onnx.numpy_helper.from_array(np.ones((1, width), np.float32), f"s{width}") for width in (48, 40)]
+    nodes = [
+        node("Linear", ["x", "a"], ["h"], domain="kiln", kernel_rows=32),
+        node("QuantLinearSwiGlu", ["h", "b", "s48"], ["g"], domain="kiln", format=2),
+        node("QuantLinear", ["g", "c", "s40"], ["l"], domain="kiln", format=0),
+        node("Cast", ["l"], ["logits"], to=data.FLOAT),
+    ]
+    given, made = value("x", data.BFLOAT16, ["tokens", 16]), value("logits", data.FLOAT, ["tokens", 40])
+    graph = onnx.helper.make_graph(nodes, "gpu", [given], [made], [*weights.values(), *scales])
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "gpu.onnx")
+    kv = KvSpec((KvLayer(1, 64),), 16, "bfloat16")
+    found = decoder_work_from_graph(tmp_path / "gpu.onnx", DecoderSpec(kv, 40, 64, (0,)))
+    assert found.body_parameters == 24 * 16 + 48 * 24
+    assert found.head_parameters == 40 * 24
+    assert found.weight_bytes == 2 * 24 * 16 + 48 * 12 + 40 * 24 + 4 * (48 + 40)
