@@ -45,9 +45,8 @@ def start_serve(host: str, port: int) -> None:
 
 
 def up(options: DeployOptions, source: BundleSource) -> Version:
-    """The first version of an application. Raises KilnError where one runs, or it does not come up; then nothing does."""
+    """Start an application with its first version. Raises KilnError where one runs, or this one does not come up."""
     ray = ray_module()
-
     if find(options.app) is not None:
         raise KilnError(
             f"{options.app} runs already; update it: kiln deploy ray roll, end it: kiln deploy ray down, or give "

@@ -31,6 +31,8 @@ class GenerateCall:
         self.streams = [RemoteStream(partial(self._cancel, choice)) for choice in range(request.sampling.n)]
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.on_cancelled: Callable[[], Any] = lambda: None
+        self.failed = False
+        """Whether the engine failed an answer by itself: a step, or the sampler."""
         self._tokens, self._begun = 0, False
 
     async def once(self, handle: Any, avoid: frozenset[str]) -> int:
@@ -74,6 +76,8 @@ class GenerateCall:
                     self._begun = True
                     if isinstance(item, TokenChunk):
                         self._tokens += len(item.token_ids)
+                    else:
+                        self.failed = True
                     if not self.streams[choice].done:  # else its reader has left
                         self.streams[choice].put(item)
 

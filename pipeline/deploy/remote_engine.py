@@ -25,6 +25,7 @@ from pipeline.deploy.figures import Figures
 from pipeline.deploy.remote_call import GenerateCall, ReplicaLostError, translated
 from pipeline.deploy.rollout import Traffic
 from pipeline.deploy.wire import Refused, Route
+from plugins.errors import KilnError
 
 _LOG = logging.getLogger("kiln.deploy")
 _FIRST_PAUSE = 0.05
@@ -75,8 +76,9 @@ class RemoteEngine:
         route, deadline = self._route(request), _deadline(request.timeout)
         call = GenerateCall(request, route, deadline)
 
-        async def once(version: _Version, avoid: frozenset[str]) -> int:
-            return await call.once(version.handle, avoid)
+        async def once(version: _Version, avoid: frozenset[str]) -> int | None:
+            tokens = await call.once(version.handle, avoid)
+            return None if call.failed else tokens
 
         async def run() -> None:
             try:
@@ -131,14 +133,21 @@ class RemoteEngine:
         return Route(tuple(names), blocks_for(whole, size) - len(names))
 
     async def _persist(self, once: "_Once", deadline: float | None) -> None:
-        """Try, and where a replica is lost before it gave anything try others. `once` gives the tokens of answers."""
+        """Try, and where a replica is lost before it gave anything try others.
+
+        `once` gives the tokens of the answers, None where the engine failed them. What a request is refused for its own
+        sake says nothing about a version.
+        """
         avoid: set[str] = set()
         for attempt in range(self._retries + 1):
             version, start = self._pick(attempt), time.monotonic()
             try:
                 _left(deadline)
                 tokens = await once(version, frozenset(avoid))
-                version.figures.answered(time.monotonic() - start, tokens)
+                if tokens is None:
+                    version.figures.failed()
+                else:
+                    version.figures.answered(time.monotonic() - start, tokens)
                 return
             except ReplicaLostError as lost:
                 version.figures.failed()
@@ -147,10 +156,11 @@ class RemoteEngine:
                     raise
                 _LOG.warning("%s; it had given nothing and is sent again", lost)
                 await asyncio.sleep(_FIRST_PAUSE * 2**attempt)
-            except (QueueFullError, TimeoutError):
-                raise
-            except EngineDiedError:
-                version.figures.failed()
+            except Exception as error:
+                if isinstance(error, EngineDiedError) or not isinstance(
+                    error, KilnError | TimeoutError | QueueFullError
+                ):
+                    version.figures.failed()
                 raise
 
     def _pick(self, attempt: int) -> _Version:
@@ -166,7 +176,7 @@ class RemoteEngine:
         return chosen
 
 
-_Once = Callable[[_Version, frozenset[str]], Awaitable[int]]
+_Once = Callable[[_Version, frozenset[str]], Awaitable[int | None]]
 
 
 def _refusal(answer: Refused) -> Exception:

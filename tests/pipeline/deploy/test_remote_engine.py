@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engines.runtime.info import EngineInfo
-from engines.runtime.request import Request, SamplingParams, TokenChunk
+from engines.runtime.request import Completion, Request, RequestError, SamplingParams, TokenChunk
 from engines.runtime.scheduler import QueueFullError
 from engines.server.served import EngineDiedError
 from pipeline.deploy.remote_engine import RemoteEngine
@@ -141,6 +141,17 @@ def test_a_refusal_for_the_requests_own_sake_is_not_tried_again(error):
     handle = Handle([[Refused("r1", error)]])
     with pytest.raises(type(error), match=str(error)):
         asyncio.run(read(engine_over(v1=handle)))
+
+
+def test_answers_that_the_engine_failed_count_against_their_version_and_refused_requests_do_not():
+    broken = RequestError("the step failed", Completion((), "", "error", 11))
+    handle = Handle([answered(broken), [Refused("r1", KilnError("too long"))], [RuntimeError("a bug")]])
+    engine = engine_over(v1=handle)
+    for problem in (RequestError, KilnError, RuntimeError):
+        with pytest.raises(problem):
+            asyncio.run(read(engine))
+    figures = engine.take_figures()["v1"]
+    assert (figures.requests, figures.failures) == (2, 2)
 
 
 def test_a_time_limit_counts_over_all_tries():
