@@ -144,6 +144,7 @@ def test_a_refusal_for_the_requests_own_sake_is_not_tried_again(error):
 
 
 def test_answers_that_the_engine_failed_count_against_their_version_and_refused_requests_do_not():
+    pytest.importorskip("ray")  # whose errors are told from others
     broken = RequestError("the step failed", Completion((), "", "error", 11))
     handle = Handle([answered(broken), [Refused("r1", KilnError("too long"))], [RuntimeError("a bug")]])
     engine = engine_over(v1=handle)
