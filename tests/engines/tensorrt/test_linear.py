@@ -36,8 +36,11 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("float16", 2e-2)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "limit"),
+    [*((shape, "float32", 1e-5) for shape in SHAPES), (SHAPES[1], "float16", 2e-2)],
+    ids=str,
+)
 def test_it_computes_what_the_operator_does(shape: Shape, dtype: str, limit: float, tmp_path: Path) -> None:
     model = serving_graph(tmp_path / "model.onnx", shape)
     made = linear_graph(model, tmp_path / "linear.onnx", dtype)
