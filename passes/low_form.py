@@ -54,6 +54,7 @@ def only_low_readers(scope: gs.Graph, tensor: gs.Tensor, dtype: np.dtype) -> boo
 def give_low(scope: gs.Graph, node: gs.Node, index: int, dtype: np.dtype) -> None:
     """Let a node's output, FP32 until now, be of `dtype`: its Casts to that type disappear, others read a new Cast."""
     wide = node.outputs[index]
+    wide.dtype = FP32
     low = gs.Variable(f"{wide.name}/made_{dtype}", dtype, wide.shape)
     node.outputs[index] = low
     for reader in consumers(wide):

@@ -58,6 +58,8 @@ class PassTarget:
     decoder: DecoderSpec | None = None
     precision: Precision = "fp32"
     io_layout: IoLayout = "nchw"
+    linear_rows: int = 0
+    """Up to how many rows products take Kiln's own CUDA kernels (`passes.bind_linear`)."""
     measure_ranges: Callable[[Path], Mapping[str, float]] | None = None
     """Largest magnitudes by tensor name of a model, for casting to 16 bits; None where it cannot be run."""
 
@@ -102,9 +104,14 @@ def _with_plugins(target: PassTarget) -> bool:
     return target.backend == "cpu" and target.decoder is not None
 
 
+def _on_cuda(target: PassTarget) -> bool:
+    """Whether the engine carries Kiln's CUDA attention, which is in 16 bits even where the rest is not."""
+    return target.backend == "cuda" and target.decoder is not None
+
+
 def _half_on_cuda(target: PassTarget) -> bool:
-    """Whether the engine carries Kiln's CUDA operators: those of 16-bit decoders do."""
-    return target.backend == "cuda" and target.decoder is not None and target.precision != "fp32"
+    """Whether the engine carries all of Kiln's CUDA operators: those of 16-bit decoders do."""
+    return _on_cuda(target) and target.precision != "fp32"
 
 
 def _half_type(target: PassTarget) -> dict[str, Any]:
@@ -129,7 +136,7 @@ def _attention_target(target: PassTarget) -> dict[str, Any]:
 
 
 FLOAT_TABLE: tuple[Entry, ...] = (
-    Entry(BindAttention, default=lambda target: target.backend == "cpu" or _half_on_cuda(target)),
+    Entry(BindAttention, default=lambda target: target.backend == "cpu" or _on_cuda(target)),
     Entry(FoldConstants),
     Entry(RemoveNoOps),
     Entry(FoldBatchNorm),
@@ -167,11 +174,11 @@ FLOAT_TABLE: tuple[Entry, ...] = (
 BINDING_TABLE: tuple[Entry, ...] = (
     Entry(
         CastAttention,
-        default=_half_on_cuda,
+        default=_on_cuda,
         options=lambda target: {"decoder": target.decoder, **_half_type(target)},
     ),
     Entry(BindHalfNorm, default=_half_on_cuda, options=_half_type),
-    Entry(BindLinear, default=_half_on_cuda),
+    Entry(BindLinear, default=_half_on_cuda, options=lambda target: {"rows": target.linear_rows}),
     Entry(AttentionPrecision, default=_never),
     Entry(QuantizeCache, default=_never, options=lambda target: {"decoder": target.decoder}),
     Entry(FuseQdq, default=lambda target: target.backend == "cpu"),
@@ -183,7 +190,7 @@ BINDING_TABLE: tuple[Entry, ...] = (
     Entry(RemoveUnused),
     Entry(RemoveNoOps),
     Entry(MergeDuplicates),
-    Entry(BindSampling, default=_half_on_cuda),
+    Entry(BindSampling, default=_on_cuda),
 )
 """What turns the result into a backend's own forms."""
 

@@ -112,7 +112,7 @@ def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Pr
         if description is not None and description.is_decoder and not sku.is_cpu:
             layers = decoder_work_from_description(description, config.for_sku(sku)).layers
             sizes = [layer.head_dim for layer in layers]  # before weights are read; the graph is looked at again
-            refuse_gpu_decoder(sizes, config.block_size, sku, config.for_sku(sku).precision)
+            refuse_gpu_decoder(sizes, config.block_size, sku)
     if description is not None:
         with progress.stage("load weights"):
             torch_model = load(source, description)
@@ -193,8 +193,7 @@ def _build_for_sku(inputs: _Inputs, sku: Sku, path: Path, config: BuildConfig, p
         if inputs.onnx_model.decoder is not None:
             if not sku.is_cpu:
                 kv = inputs.onnx_model.decoder.kv
-                sizes = [layer.head_dim for layer in kv.layers]
-                refuse_gpu_decoder(sizes, kv.block_size, sku, config.for_sku(sku).precision)
+                refuse_gpu_decoder([layer.head_dim for layer in kv.layers], kv.block_size, sku)
             with progress.stage(f"{sku.name}: compile attention"):
                 plugins = (_copy_plugin(folder) if sku.is_cpu else gpu_plugin(folder, sku),)
             progress.detail(f"{plugins[0].operator} in {plugins[0].file}, ABI {plugins[0].abi_hash}")

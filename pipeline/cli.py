@@ -271,6 +271,8 @@ def _bundle_table(bundle: EngineBundle) -> Table:
             for tensor in tensors
             if not tensor.name.startswith(caches)
         )
+    if manifest.unverified:
+        rows["not verified"] = "\n".join(manifest.unverified) + "\n(kiln tune does, on a machine of the SKU's type)"
     for graph_pass in manifest.passes:
         rows[f"pass {graph_pass.name}"] = _pass_line(graph_pass)
     for check in manifest.checks:

@@ -12,8 +12,8 @@ from plugins.paged_attention.schema import EXPORT_DTYPES, CacheDtype
 
 Precision = Literal["fp32", "fp16", "bf16"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
-KV_DTYPES: dict[Precision, CacheDtype] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""What a GPU's attention keeps its cache in."""
+KV_DTYPES: dict[Precision, CacheDtype] = {"fp32": "float16", "fp16": "float16", "bf16": "bfloat16"}
+"""What a GPU's attention computes in and keeps its cache in: always 16 bits."""
 
 
 @dataclass(frozen=True)

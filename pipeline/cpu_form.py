@@ -17,6 +17,7 @@ from passes.norm_pattern import type_of
 from passes.onnx_model import load_structure
 from passes.pattern import STANDARD, replace_uses
 from passes.scopes import scopes
+from passes.shapes import infer_shapes
 from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
 from plugins.paged_attention.schema import DOMAIN, INPUTS, OP_TYPE
 from plugins.sampling.schema import FEED_TOKENS, GRAPH_INPUTS, TOKENS
@@ -49,6 +50,7 @@ def write_cpu_form(path: Path, folder: Path) -> Path:
     """
     graph = graph_from_path(path)
     _without_sampling(graph)
+    infer_shapes(graph)
     for scope in scopes(graph):
         _Rewriting(scope).run()
     tidy(graph)

@@ -16,7 +16,6 @@ from engines.sku import Sku
 from passes.manager import link_or_copy
 from passes.onnx_model import DecoderSpec, OnnxModel, load_structure
 from pipeline.compare.onnx_subject import bound_graph
-from pipeline.config import Precision
 from pipeline.cpu_form import write_cpu_form
 from pipeline.expected import EXPECTED, expected_from_graph, expected_from_torch
 from pipeline.load import TorchModel
@@ -35,12 +34,8 @@ UNVERIFIED_KERNELS = "the GPU's kernels did not run: the check was of the graph,
 UNMEASURED = "batch sizes and tokens of a step are defaults, nothing was measured"
 
 
-def refuse_gpu_decoder(head_sizes: Iterable[int], block_size: int, sku: Sku, precision: Precision) -> None:
+def refuse_gpu_decoder(head_sizes: Iterable[int], block_size: int, sku: Sku) -> None:
     """Raise KilnError for a decoder that the CUDA attention does not carry, or without a compiler for it."""
-    if precision == "fp32":
-        raise KilnError(
-            f"--precision is fp32, but the attention of {sku.name} computes in 16 bits: choose --precision fp16 or bf16"
-        )
     sizes = sorted(set(head_sizes) - set(HEAD_SIZES))
     if sizes:
         raise KilnError(

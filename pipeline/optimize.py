@@ -13,6 +13,10 @@ from pipeline.verify import LONG, Feeds, NumericGate, StepClock
 from plugins.build import cpu_library
 from plugins.errors import KilnError
 
+LINEAR_ROWS = {"sm_90": 32}
+"""By architecture, where Kiln's products were measured to be faster than cuBLAS (on an H200); `kiln tune` measures it
+for the engine at hand."""
+
 
 @dataclass(frozen=True)
 class OptimizeConfig:
@@ -69,6 +73,7 @@ def target_for(model: OnnxModel, sku: Sku, config: OptimizeConfig, gate: Numeric
         decoder=model.decoder,
         precision=config.precision,
         io_layout=config.io_layout,
+        linear_rows=LINEAR_ROWS.get(sku.arch, 0),
         measure_ranges=gate.ranges if gate else None,
     )
 

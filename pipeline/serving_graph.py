@@ -53,7 +53,8 @@ def serving_module(model: "PreTrainedModel") -> "torch.nn.Module":
                     use_cache=False,
                     logits_to_keep=logits_indices.long(),  # ONNX selects by int64 only
                 ).logits
-            return logits[0], attention.keys_out, attention.values_out
+            # Not logits[0], which ONNX has as Gather, a copy of them all.
+            return logits.squeeze(0), attention.keys_out, attention.values_out
 
     return ServingDecoder()
 

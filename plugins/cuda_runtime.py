@@ -101,6 +101,7 @@ class CudaRuntime:
     def __init__(self, device: int = 0) -> None:
         self._driver = cuda_driver()
         self.device = device
+        self._events: list[ctypes.c_void_p] = []
         count = ctypes.c_int()
         self._check(self._driver.cuDeviceGetCount(ctypes.byref(count)), "the CUDA devices cannot be counted")
         if not 0 <= device < count.value:
@@ -185,6 +186,7 @@ class CudaRuntime:
         event = ctypes.c_void_p()
         self._check(self._driver.cuEventCreate(ctypes.byref(event), _NO_TIMING), "no CUDA event")
         assert event.value is not None
+        self._events.append(event)
         return event.value
 
     def record(self, event: int) -> None:
@@ -225,6 +227,8 @@ class CudaRuntime:
         """Leave the stream to the next runtime, after all that used this one is gone. A second call does nothing."""
         if self._stream is not None:
             self._stream = None
+            while self._events:
+                self._driver.cuEventDestroy_v2(self._events.pop())
             with _LOCK:
                 _SPARE_STREAMS[self.device].append(self.address)
 

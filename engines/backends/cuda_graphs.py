@@ -10,6 +10,7 @@ order.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -93,14 +94,23 @@ class DecodeGraphs:
         self._tokens = tokens
         self._extras = {} if tokens is None else {FEED: "int32", **_SAMPLING}
         self._layouts = {size: layout_of_batch(size, self._extras) for size in self.sizes}
-        staging.reserve(self._layouts[most].size)
-        self._inputs = DeviceMemory(runtime, self._layouts[most].size, "the inputs of decode steps")
-        self._table = Staging(runtime, most * table_width * 4, "the block table of decode steps")
-        self._logits = DeviceMemory(runtime, most * session.vocabulary * 4, f"logits of {most} sequences")
         self._bindings: dict[int, Any] = {}
         self._graphs: dict[int, int] = {}
-        for size in reversed(self.sizes):  # the largest first: the others find memory for their activations
-            self._capture(size)
+        with ExitStack() as memory:  # given back where a later part fails
+
+            def kept(part: Any) -> Any:
+                return memory.enter_context(closing(part))
+
+            size = self._layouts[most].size
+            staging.reserve(size)
+            self._inputs: DeviceMemory = kept(DeviceMemory(runtime, size, "the inputs of decode steps"))
+            self._table: Staging = kept(Staging(runtime, most * table_width * 4, "the block table of decode steps"))
+            size = most * session.vocabulary * 4
+            self._logits: DeviceMemory = kept(DeviceMemory(runtime, size, f"logits of {most} sequences"))
+            memory.callback(self._free_graphs)
+            for size in reversed(self.sizes):  # the largest first: the others find memory for their activations
+                self._capture(size)
+            self._memory = memory.pop_all()
 
     @property
     def logits_address(self) -> int:
@@ -121,11 +131,12 @@ class DecodeGraphs:
 
     def close(self) -> None:
         """Free graphs and memory; nothing may be under way. A second call does nothing."""
-        for graph in self._graphs.values():
-            self._runtime.free_graph(graph)
-        self._graphs, self._bindings = {}, {}
-        for memory in (self._inputs, self._table, self._logits):
-            memory.close()
+        self._memory.close()
+
+    def _free_graphs(self) -> None:
+        self._bindings = {}
+        while self._graphs:
+            self._runtime.free_graph(self._graphs.popitem()[1])
 
     def _send(self, inputs: StepInputs, extras: Mapping[str, NDArray], size: int, turn: int) -> None:
         layout, width = self._layouts[size], inputs.block_table.shape[1]

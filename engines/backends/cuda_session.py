@@ -47,7 +47,7 @@ class CudaSession:
         graph = None if window is None else graph_with_window(engine, window)
         own = {} if runtime.provider == CPU else _stream_options(runtime)
         self._session = session_from_file(
-            engine, runtime.provider, plugins, None, config=_CONFIG, graph=graph, provider_options={**options, **own}
+            engine, runtime.provider, plugins, 1, config=_CONFIG, graph=graph, provider_options={**options, **own}
         )
         check_serving_graph(engine, self._session, kv, (), samples=samples)
         self.vocabulary: int = next(node for node in self._session.get_outputs() if node.name == LOGITS).shape[1]

@@ -5,6 +5,7 @@ device there is one area, which the stream's order protects. Knows arrays and si
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -66,8 +67,8 @@ class Staging:
 
     def __init__(self, runtime: Runtime, size: int, what: str) -> None:
         self._runtime, self._what = runtime, what
-        self._device = DeviceMemory(runtime, size, what)
-        self._pinned = [PinnedMemory(runtime, size, what) for _ in range(TURNS)]
+        self._memory = ExitStack()
+        self._allocate(size)
 
     @property
     def address(self) -> int:
@@ -75,14 +76,21 @@ class Staging:
         return self._device.address
 
     def reserve(self, size: int) -> None:
-        """Have areas of `size` bytes, with room to spare where they must grow: waits for the device then."""
-        if size <= self._device.size:
-            return
-        self._runtime.synchronize()
-        self.close()
-        size = 1 << (size - 1).bit_length()
-        self._device = DeviceMemory(self._runtime, size, self._what)
-        self._pinned = [PinnedMemory(self._runtime, size, self._what) for _ in range(TURNS)]
+        """Have areas of `size` bytes, with room to spare where they must grow: waits for the device then.
+
+        Where memory is short, the areas stay as they were.
+        """
+        if size > self._device.size:
+            self._runtime.synchronize()
+            self._allocate(1 << (size - 1).bit_length())
+
+    def _allocate(self, size: int) -> None:
+        with ExitStack() as fresh:  # all of them or none
+            device = fresh.enter_context(closing(DeviceMemory(self._runtime, size, self._what)))
+            areas = (closing(PinnedMemory(self._runtime, size, self._what)) for _ in range(TURNS))
+            pinned = [fresh.enter_context(area) for area in areas]
+            self._memory.close()
+            self._device, self._pinned, self._memory = device, pinned, fresh.pop_all()
 
     def area(self, turn: int) -> NDArray[np.uint8]:
         """The pinned area of a turn; the step that used it before must have been collected."""
@@ -97,6 +105,5 @@ class Staging:
         self._runtime.copy_rows(self._device.address, pitch, self._pinned[turn].address, width, rows)
 
     def close(self) -> None:
-        self._device.close()
-        for memory in self._pinned:
-            memory.close()
+        """Give all areas back. A second call does nothing."""
+        self._memory.close()

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from engines.backends.cuda_staging import Array, Layout
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
 from engines.runtime.scheduler import SchedulerConfig
+from plugins.cuda_runtime import OutOfDeviceMemoryError
 from plugins.errors import KilnError
 
 from .cuda_steps import ints, one_more, prompt
@@ -181,3 +183,45 @@ def test_layout_keeps_arrays_apart_and_aligned(arrays: list[tuple[int, str]]) ->
         assert view.dtype == dtype
         assert (view == number).all()
     assert all(offset % 64 == 0 for offset in layout.offsets.values())
+
+
+class Short(HostRuntime):
+    """Refuses memory at the n-th allocation, counted from when `left` is set."""
+
+    left: int | None = None
+
+    def allocate(self, size: int, what: str) -> int:
+        if self.left is not None:
+            if self.left == 0:
+                raise OutOfDeviceMemoryError(f"{what} needs {size} bytes")
+            self.left -= 1
+        return super().allocate(size, what)
+
+    def allocate_host(self, size: int, what: str) -> int:
+        return self.allocate(size, what)
+
+
+@pytest.mark.parametrize("left", range(0, 22, 3))
+def test_memory_that_runs_out_while_opening_is_all_given_back(decoder, left: int) -> None:
+    runtime = Short()
+    runtime.left = left
+    with suppress(KilnError):  # with the last of them there is enough
+        decoder(ladder=(1, 2), host_blocks=1, runtime=runtime).close()
+    assert not runtime.live
+    assert not runtime.graphs
+    assert runtime.closed
+
+
+def test_a_step_for_which_memory_is_short_leaves_the_others_possible(decoder, model) -> None:
+    runtime = Short()
+    backend = decoder(ladder=(1,), runtime=runtime)
+    step = prompt([1, 2, 3], [0], model.block_size)
+    expected = backend.step(step)
+    wide = replace(step, block_table=np.zeros((1, 1 << 19), np.int32))
+    for left in range(3):
+        runtime.left = left
+        with pytest.raises(KilnError, match="a step's inputs needs"):
+            backend.step(wide)
+        runtime.left = None
+        np.testing.assert_array_equal(backend.step(step), expected)
+    np.testing.assert_array_equal(backend.step(wide), expected)

@@ -288,7 +288,7 @@ def test_a_sku_of_the_users_own_reaches_the_build(tiny_llama_folder, silent, tmp
     with pytest.raises(
         KilnError, match=r"of weights no sequence of 256 tokens fits tiny|the weights take .* but tiny has"
     ):
-        build(str(tiny_llama_folder), ["tiny"], BuildConfig(sku_file=file), silent)
+        build(str(tiny_llama_folder), ["tiny"], BuildConfig(precision="fp32", sku_file=file), silent)
 
 
 def test_lines_say_what_fits():

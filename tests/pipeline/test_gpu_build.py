@@ -166,7 +166,6 @@ def test_bf16_is_judged_though_the_cpu_lacks_it(built, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"precision": "fp32"}, "--precision is fp32, but the attention of h200 computes in 16 bits"),
         ({"kv_dtype": "float32"}, "--kv-dtype is float32, but on h200 attention computes in its cache's type"),
         ({"block_size": 8}, "--block-size is 8; the attention of h200 takes multiples of 16"),
     ],
@@ -191,6 +190,36 @@ def test_without_nvcc_the_build_says_what_to_install(folder, compiled, tmp_path,
     with pytest.raises(KilnError, match="install the CUDA toolkit"):
         built_for(folder, tmp_path / "b", "h200")
     assert not (tmp_path / "b").exists()
+
+
+def test_in_fp32_attention_alone_is_in_sixteen_bits(built, tmp_path) -> None:
+    source = onnx_model_from_path(built[0][0].engine_path)
+    model, reports = optimize(source, tmp_path / "m.onnx", resolve_sku("h200"), OptimizeConfig())
+    assert model.decoder.kv.dtype == "float16"
+    found = operators(model.path)
+    assert "kiln::Linear" not in found
+    assert found["kiln::Sample"] == found["kiln::FeedTokens"] == 1
+    assert next(report for report in reports if report.name == "cast_attention").errors.relative < 1e-2
+
+
+def test_a_network_without_a_cache(tmp_path) -> None:
+    """In FP16 on the provider's own kernels, channels last where it convolves."""
+    weight = np.random.default_rng(0).standard_normal((8, 3, 3, 3)).astype(np.float32)
+    text = (
+        '<ir_version: 9, opset_import: ["": 18]> net (float[B,3,16,16] x) => (float[B,8] y) '
+        "{ c = Conv<pads = [1, 1, 1, 1]>(x, w) r = Relu(c) p = GlobalAveragePool(r) y = Flatten(p) }"
+    )
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(model, tmp_path / "net.onnx")
+    for precision in ("fp16", "bf16", "fp32"):
+        made, text = built_for(tmp_path / "net.onnx", tmp_path / precision, "l4", precision=precision)
+        manifest = made[0].manifest
+        assert manifest.precision == precision
+        assert manifest.backend.options == {"use_tf32": "0", "prefer_nhwc": "1"}
+        assert manifest.checks[0].value <= manifest.checks[0].limit
+        assert not manifest.plugins
+        assert "not verified here" in text.getvalue()
 
 
 def test_a_float_graph_needs_no_other_form(built, tmp_path) -> None:
