@@ -259,8 +259,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence, waiting or running, at any moment between steps; it owns no blocks afterwards.
 
-        One that a launched step writes for keeps its blocks until that has ended. Raises ValueError for one that is not
-        here.
+        One that launched steps write for keeps its blocks until they have ended. Raises ValueError if it is not here.
         """
         if self._running.pop(sequence.id, None) is None and self._waiting[sequence.lane].pop(sequence.id, None) is None:
             raise ValueError(f"sequence {sequence.id} is neither waiting nor running")
