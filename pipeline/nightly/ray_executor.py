@@ -79,7 +79,7 @@ class RayExecutor:
         with self._lock:
             if sku not in self._machines:
                 nodes_of(sku, nodes())
-                asked = ray.remote(num_cpus=0, resources={label_of(sku): 0.01}, max_retries=3)(Machine)
+                asked = ray.remote(num_cpus=0, resources={label_of(sku): 0.01}, max_retries=3)(machine_here)
                 try:
                     machine: Machine = ray.get(asked.remote())
                 except ray.exceptions.RayError as error:
@@ -139,6 +139,11 @@ class RayExecutor:
                 for line in message:
                     log.write(f"{line}\n")
                     told(line)
+
+
+def machine_here() -> Machine:
+    """Runs as a Ray task."""
+    return Machine()
 
 
 def run_on_node(work: Work) -> Iterator[list[str] | Done]:

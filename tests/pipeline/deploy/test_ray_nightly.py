@@ -105,6 +105,7 @@ def test_a_machine_type_that_no_node_has_is_named(labelled_cluster, world, silen
 def test_a_worker_that_dies_is_a_crash_that_is_tried_again(labelled_cluster, world, silent):
     """The task's worker is killed once: its child dies with it, and the second attempt succeeds."""
     executor = executor_for(world)
+    world.config.work.mkdir(parents=True)
     killer = threading.Thread(target=kill_first_child)
     killer.start()
     config = world.config.model_copy(update={"retries": 2})
@@ -112,6 +113,10 @@ def test_a_worker_that_dies_is_a_crash_that_is_tried_again(labelled_cluster, wor
     (job,) = nightly.rebuild().jobs
     killer.join()
     assert job.status == "promoted", job
+
+
+def wait_for_ever() -> None:
+    threading.Event().wait()
 
 
 def kill_first_child() -> None:
@@ -133,8 +138,7 @@ def test_a_task_that_waits_for_a_node_that_is_gone_ends(labelled_cluster, world)
     ray = pytest.importorskip("ray")
     node = labelled_cluster.add_node(num_cpus=1, resources={"sku:cpu-far": 1}, object_store_memory=100 << 20)
     executor = executor_for(world, "cpu-far")
-    holder = ray.remote(num_cpus=0, resources={"sku:cpu-far": 1})(threading.Event().wait)
-    held = holder.remote()
+    held = ray.remote(num_cpus=0, resources={"sku:cpu-far": 1})(wait_for_ever).remote()
     outcomes = []
     task = Task("build", world.folder / "job", "cpu-far", {})
     waiting = threading.Thread(target=lambda: outcomes.append(executor.run(task, Limits(600, None), lambda _: None)))
