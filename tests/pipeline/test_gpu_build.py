@@ -12,7 +12,7 @@ from rich.console import Console
 from engines.backends.onnxruntime import OnnxRuntimeDecoder
 from engines.bundle import open_bundle
 from engines.runtime.engine import Engine
-from engines.runtime.request import Request, SamplingParams
+from engines.runtime.request import SamplingParams
 from engines.sku import resolve_sku
 from passes.onnx_model import load_structure, onnx_model_from_path
 from pipeline.build import build
@@ -150,7 +150,7 @@ def test_a_cpu_is_built_for_as_without_gpus(built) -> None:
     assert not on_cpu.manifest.unverified
     assert on_cpu.manifest.memory is not None
     with Engine.open(on_cpu.path) as engine:
-        assert engine.generate(Request([1, 2, 3], SamplingParams(max_tokens=3))).token_ids
+        assert engine.generate([(1, 2, 3)], SamplingParams(max_tokens=3))[0].token_ids
 
 
 def test_bf16_is_judged_though_the_cpu_lacks_it(built, tmp_path) -> None:
