@@ -5,6 +5,7 @@ operators do; Kiln's CUDA operators become the CPU library's, or the standard op
 graph computes can so be judged without a GPU; the GPU's kernels cannot, and are not: `kiln tune` does that there.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import onnx
@@ -115,16 +116,19 @@ class _Rewriting:
         node.outputs.clear()
         made: list[gs.Node] = []
 
-        def value(op: str, *operands: gs.Tensor, outputs: int = 1, domain: str = STANDARD, **attributes: object):
+        def values(op: str, operands: Sequence[gs.Tensor], outputs: int, **attributes: object) -> list[gs.Variable]:
             results = [gs.Variable(f"{y.name}/cpu{len(made)}_{n}", FP32) for n in range(outputs)]
-            made.append(gs.Node(op, f"{y.name}/cpu{len(made)}", attributes, list(operands), results, domain=domain))
-            return results if outputs > 1 else results[0]
+            made.append(gs.Node(op, f"{y.name}/cpu{len(made)}", attributes, list(operands), results, domain=STANDARD))
+            return results
+
+        def value(op: str, *operands: gs.Tensor, perm: list[int] | None = None) -> gs.Variable:
+            return values(op, operands, 1, **({} if perm is None else {"perm": perm}))[0]
 
         product = value("MatMul", x, value("Transpose", weight, perm=[1, 0]))
         if bias:
             product = value("Add", product, bias[0])
         if node.op == LINEAR_SWIGLU.op_type:
-            gate, up = value("Split", product, outputs=2, axis=-1, num_outputs=2)
+            gate, up = values("Split", [product], 2, axis=-1, num_outputs=2)
             product = value("Mul", value("Mul", gate, value("Sigmoid", gate)), up)
         made[-1].outputs[0] = y
         return made

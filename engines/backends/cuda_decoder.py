@@ -110,7 +110,8 @@ class CudaDecoder:
         self._binding: Any = self._session.binding()
         self._graphs: DecodeGraphs | None = None
         if ladder:
-            width, tokens = -(-max_context // self.kv.block_size), self._tokens and self._tokens.address
+            width = -(-max_context // self.kv.block_size)
+            tokens = None if self._tokens is None else self._tokens.address
             graphs = DecodeGraphs(self._session, runtime, ladder, width, self._staging, tokens)
             self._graphs = self._kept(graphs)
 

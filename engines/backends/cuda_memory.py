@@ -84,7 +84,8 @@ class Growing(Generic[_Memory]):
     """A piece of memory that is replaced by a larger one where more is needed; nothing of it is kept then."""
 
     def __init__(self, runtime: Runtime, kind: Callable[[Runtime, int, str], _Memory], what: str) -> None:
-        self._runtime, self._kind, self._what = runtime, kind, what
+        self._runtime, self._what = runtime, what
+        self._kind: Callable[[Runtime, int, str], _Memory] = kind
         self._memory: _Memory | None = None
 
     def of(self, size: int) -> _Memory:
