@@ -48,10 +48,7 @@ class TuneConfig:
         for name in ("budget", "window"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise KilnError(f"{name} is {getattr(self, name)}; expected a positive number of seconds")
-        for name in ("repetitions", "max_batch"):
-            if (getattr(self, name) or 1) < 1:
-                raise KilnError(f"{name} is {getattr(self, name)}; expected at least 1")
-        for name in ("kv_blocks", "length", "threads"):
+        for name in ("repetitions", "max_batch", "kv_blocks", "length", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise KilnError(f"{name} is {value}; expected at least 1")
