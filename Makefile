@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 	$(BIN)/kiln compare smollm2 bundles/smollm2 --html reports/smollm2.html
 
 test: $(INSTALLED)
-	$(MAKE) -j2 --output-sync=target lint test-parts test-pipeline
+	$(MAKE) -j2 --output-sync=target test-pipeline test-parts lint
 
 # Side by side: each of these mostly uses one core. It prints when it is done.
 lint: $(INSTALLED)
