@@ -192,7 +192,8 @@ def _table(decoder: Decoder, setting: Setting, verdicts: list[Verdict]) -> Findi
     notes = [
         f"Perplexity of {setting.corpora.origin} and its change by length of the window; {material.sentence}. KL: mean "
         "divergence from FP32 in nats, over all lengths. Greedy: tokens before the first that differs from FP32's, "
-        "mean over the prompts, and range. Gate: the verdict that a build ends with, on other pieces of these texts.",
+        "mean over the prompts, and range. "
+        + ("Gate: a build's verdict, on other pieces of these texts." if setting.gate else "The gate: `--no-gate`."),
         f"{len(decoder.sensitive)} of the `{SENSITIVE}` layers stay float in W8A8 with calibrated ranges."
         if decoder.sensitive
         else "",
