@@ -10,9 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from engines.backends.tensorrt.api import Attention
 from engines.backends.tensorrt.key import EngineKey
 from engines.backends.tensorrt.profiles import Profile
-from passes.onnx_model import DecoderSpec
+from passes.onnx_model import DecoderSpec, Tensor
 
 SCHEMA_VERSION = 1
+
+
+DISTRIBUTION = "kiln-engine"
+"""Under which pip knows Kiln; its version is a manifest's `kiln_version`."""
 
 
 class Record(BaseModel):
@@ -34,6 +38,14 @@ class TensorRecord(Record):
     name: str
     dtype: str
     shape: tuple[int | str, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorRecord":
+        return cls(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
+
+    @property
+    def tensor(self) -> Tensor:
+        return Tensor(self.name, self.dtype, self.shape)
 
 
 class ModelRecord(Record):

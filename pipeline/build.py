@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engines.bundle import EngineBundle, file_records, refuse_unusable_target, temporary_sibling, write_bundle
 from engines.manifest import (
+    DISTRIBUTION,
     BackendRecord,
     CheckRecord,
     Manifest,
@@ -26,7 +27,7 @@ from engines.manifest import (
 from engines.sku import Sku, resolve_sku
 from passes.base import Effect
 from passes.manager import link_or_copy
-from passes.onnx_model import OnnxModel, Tensor, external_files, load_structure, onnx_model_from_path
+from passes.onnx_model import OnnxModel, external_files, load_structure, onnx_model_from_path
 from passes.standard import FLOAT_TABLE, TABLE
 from pipeline.buildable import refuse_unbuildable
 from pipeline.check import check_against_torch, check_against_unoptimised
@@ -62,7 +63,6 @@ from plugins.build import cpu_library
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import DOMAIN, OP_TYPE
 
-DISTRIBUTION = "kiln-engine"
 ENGINE = "engine.onnx"
 TOKENIZER = "tokenizer"
 
@@ -280,7 +280,7 @@ def _memory(inputs: _Inputs, model: OnnxModel, libraries: list[Path], progress: 
     feeds = inputs.feeds[0] if inputs.feeds else None
     try:
         account = memory_account(
-            model.path, model.decoder, [_record(tensor) for tensor in model.inputs], libraries, feeds
+            model.path, model.decoder, [TensorRecord.of(tensor) for tensor in model.inputs], libraries, feeds
         )
     except KilnError as error:
         progress.note(f"memory is not accounted for: {error}")
@@ -360,8 +360,8 @@ def _manifest(
         precision=config.for_sku(sku).precision,
         engine=ENGINE,
         tokenizer=TOKENIZER if (folder / TOKENIZER).is_dir() else None,
-        inputs=tuple(_record(tensor) for tensor in model.inputs),
-        outputs=tuple(_record(tensor) for tensor in model.outputs),
+        inputs=tuple(map(TensorRecord.of, model.inputs)),
+        outputs=tuple(map(TensorRecord.of, model.outputs)),
         decoder=model.decoder,
         plugins=plugins,
         passes=engine.passes,
@@ -372,10 +372,6 @@ def _manifest(
         expected=expected,
         files=file_records(folder),
     )
-
-
-def _record(tensor: Tensor) -> TensorRecord:
-    return TensorRecord(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
 
 
 def _sku_record(sku: Sku) -> SkuRecord:

@@ -11,6 +11,7 @@ from engines.backends.tensorrt.key import EngineKey
 from engines.backends.tensorrt.profiles import Profile
 from engines.bundle import file_records
 from engines.manifest import (
+    DISTRIBUTION,
     BackendRecord,
     CheckRecord,
     Manifest,
@@ -26,7 +27,6 @@ from pipeline.tensorrt_config import TensorRtBuild
 from pipeline.tensorrt_decoder import DecoderForm
 from plugins.abi import abi_hash
 
-DISTRIBUTION = "kiln-engine"
 TOKENIZER = "tokenizer"
 
 
@@ -70,10 +70,6 @@ def manifest_of(
     folder: Path,
 ) -> Manifest:
     source, sku = made.source, made.config.sku
-    inputs, outputs = (
-        tuple(TensorRecord(name=t.name, dtype=t.dtype, shape=t.shape) for t in group)
-        for group in (made.model.inputs, made.model.outputs)
-    )
     return Manifest(
         kiln_version=version(DISTRIBUTION),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -87,8 +83,8 @@ def manifest_of(
         engine=engine,
         tokenizer=TOKENIZER if (folder / TOKENIZER).is_dir() else None,
         decoder=made.model.decoder,
-        inputs=inputs,
-        outputs=outputs,
+        inputs=tuple(map(TensorRecord.of, made.model.inputs)),
+        outputs=tuple(map(TensorRecord.of, made.model.outputs)),
         passes=made.passes,
         checks=checks,
         tensorrt=record,

@@ -20,7 +20,7 @@ from engines.runtime.ring_kv import RingKv, ring_blocks
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.sequence import blocks_for
 from engines.sku import host_memory, runs_code_of
-from passes.onnx_model import DecoderSpec, Tensor
+from passes.onnx_model import DecoderSpec
 from plugins.abi import abi_hash
 from plugins.cuda_runtime import PROVIDER as CUDA
 from plugins.cuda_runtime import CudaRuntime
@@ -36,7 +36,7 @@ def model_backend(bundle: EngineBundle, threads: int | None) -> InferBackend:
     """The bundle's engine of a model without a KV cache."""
     manifest = bundle.manifest
     if manifest.tensorrt is not None:
-        record, inputs = manifest.tensorrt, [Tensor(t.name, t.dtype, t.shape) for t in manifest.inputs]
+        record, inputs = manifest.tensorrt, [t.tensor for t in manifest.inputs]
         if manifest.backend.name == "onnxruntime":
             return model_from_engine_cache(bundle.engine_path, record.key, inputs, record.profiles, record.options)
         weights = None if record.weights is None else bundle.path / record.weights
@@ -78,7 +78,7 @@ def decoder_backend(
         return _cuda_decoder(bundle, decoder, config, kv_blocks, swap_blocks, window, ladder)
     if kv_blocks is None:
         kv_blocks = default_kv_blocks(decoder, config.max_running)
-    kind = LaunchingDecoder if samples(bundle.engine_path) else OnnxRuntimeDecoder
+    kind = LaunchingDecoder if samples(output.name for output in bundle.manifest.outputs) else OnnxRuntimeDecoder
     return kind(
         bundle.engine_path,
         decoder.kv,
@@ -108,7 +108,7 @@ def _cuda_decoder(
             f"{bundle.path} was built for {built.name} ({built.arch}), this machine's GPU is {runtime.name} "
             f"({runtime.arch}), which does not run that code; build it again with --sku for this GPU: kiln sku detect"
         )
-    kind = LaunchingCudaDecoder if samples(bundle.engine_path) else CudaDecoder
+    kind = LaunchingCudaDecoder if samples(output.name for output in bundle.manifest.outputs) else CudaDecoder
     return kind(
         bundle.engine_path,
         decoder.kv,
@@ -144,7 +144,7 @@ def _tensorrt_decoder(
             f"built for at most {running} and {tokens}; build it anew with --max-running and --tokens-per-step"
         )
     assert record.attention is not None
-    inputs = [Tensor(t.name, t.dtype, t.shape) for t in bundle.manifest.inputs]
+    inputs = [t.tensor for t in bundle.manifest.inputs]
     weights = None if record.weights is None else bundle.path / record.weights
     return decoder_from_plan(
         bundle.engine_path, record.key, record.attention, inputs, record.profiles, decoder.kv, weights

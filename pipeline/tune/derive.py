@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from engines.backends.onnxruntime import CPU
 from engines.bundle import BundleError, EngineBundle, file_records, open_bundle, write_bundle
-from engines.manifest import CheckRecord, FileRecord, Manifest, ServingRecord, TensorRecord
+from engines.manifest import DISTRIBUTION, CheckRecord, FileRecord, Manifest, ServingRecord, TensorRecord
 from passes.manager import link_or_copy
 from passes.onnx_model import DECODER_METADATA, DecoderSpec, load_structure
 from pipeline.check import check_against_parent
@@ -28,7 +28,6 @@ from plugins.paged_attention.schema import OP_TYPE
 if TYPE_CHECKING:
     import onnx
 
-_DISTRIBUTION = "kiln-engine"
 _BLOCK_AXIS = 1  # of [blocks, block_size, kv_heads, head_dim]
 
 
@@ -71,7 +70,7 @@ def derive_bundle(
             raise _changed(parent, "its identity")
         return manifest.model_copy(
             update={
-                "kiln_version": version(_DISTRIBUTION),
+                "kiln_version": version(DISTRIBUTION),
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
                 "parent": parent.sha256,
                 "serving": serving,

@@ -103,8 +103,8 @@ def enlarged(small: EngineBundle, path: Path, shape: Shape) -> EngineBundle:
         made = onnx_model_from_path(folder / old.engine)
         changes = {
             "decoder": decoder,
-            "inputs": tuple(TensorRecord(name=t.name, dtype=t.dtype, shape=t.shape) for t in made.inputs),
-            "outputs": tuple(TensorRecord(name=t.name, dtype=t.dtype, shape=t.shape) for t in made.outputs),
+            "inputs": tuple(map(TensorRecord.of, made.inputs)),
+            "outputs": tuple(map(TensorRecord.of, made.outputs)),
             "model": old.model.model_copy(update={"parameters": made.parameters}),
             "checks": (),
             "memory": None,

@@ -15,7 +15,7 @@ from engines.manifest import Manifest, TensorRecord
 from engines.runtime.tokenizer import Tokenizer
 from engines.sku import resolve_sku
 from passes.manager import link_or_copy
-from passes.onnx_model import OnnxModel, Tensor, onnx_model_from_path
+from passes.onnx_model import OnnxModel, onnx_model_from_path
 from pipeline.build import build
 from pipeline.config import BuildConfig
 from pipeline.gate.report import GateReport
@@ -114,8 +114,8 @@ class Maker:
         update = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "parent": self.parent.sha256,
-            "inputs": tuple(map(_record, made.inputs)),
-            "outputs": tuple(map(_record, made.outputs)),
+            "inputs": tuple(map(TensorRecord.of, made.inputs)),
+            "outputs": tuple(map(TensorRecord.of, made.outputs)),
             "decoder": made.decoder,
             "passes": (*parent.passes, *(record_from_report(report) for report in reports)),
             "quantization": record,
@@ -153,7 +153,3 @@ def weight_bytes(bundle: EngineBundle) -> int:
     """Bytes of the graph and its weights."""
     engine = bundle.manifest.engine
     return sum(record.bytes for name, record in bundle.manifest.files.items() if name.startswith(engine))
-
-
-def _record(tensor: Tensor) -> TensorRecord:
-    return TensorRecord(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)

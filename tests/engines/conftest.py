@@ -6,7 +6,7 @@ import logging
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +16,13 @@ import pytest
 
 from engines.backends.base import StepInputs
 from engines.bundle import EngineBundle, file_records, write_bundle
-from engines.manifest import BackendRecord, Manifest, ModelRecord, PluginRecord, SkuRecord
+from engines.manifest import BackendRecord, Manifest, ModelRecord, PluginRecord, SkuRecord, TensorRecord
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.stream import Stream
 from engines.server.served import LocalEngine
-from passes.onnx_model import DecoderSpec
+from passes.onnx_model import DecoderSpec, Tensor
 from plugins.abi import abi_hash
 from plugins.paged_attention.schema import (
     DOMAIN,
@@ -254,6 +254,7 @@ def make_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
         plugin: Path | None = None,
         abi: str = abi_hash(),
         tokenizer: bool = False,
+        outputs: Sequence[Tensor] = (),
     ) -> EngineBundle:
         def fill(folder: Path) -> Manifest:
             shutil.copy(graph, folder / "engine.onnx")
@@ -271,7 +272,7 @@ def make_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engin
                 precision="fp32",
                 tokenizer="tokenizer" if tokenizer else None,
                 inputs=(),
-                outputs=(),
+                outputs=tuple(map(TensorRecord.of, outputs)),
                 decoder=decoder,
                 plugins=(PluginRecord(file="plugin.so", operator="kiln::PagedAttention", abi_hash=abi),)
                 if plugin

@@ -78,6 +78,7 @@ def model(kind: str, precision: str, tmp_path_factory: pytest.TempPathFactory) -
     config = OptimizeConfig(PassSwitches(disable=disable), precision=precision, verify=False)
     engine, _ = optimize(source, folder / "engine.onnx", resolve_sku("h200"), config)
     made.path, made.kv, made.decoder = engine.path, engine.decoder.kv, engine.decoder
+    made.outputs = [tensor.name for tensor in engine.outputs]
     return made
 
 
@@ -87,7 +88,7 @@ def decoder(model: Model, arch: str) -> Iterator[Callable[..., CudaDecoder]]:
 
     def make(blocks: int | None = BLOCKS, **options) -> CudaDecoder:
         options = {"max_context": model.max_context, "plugins": [cuda_library([arch])], **options}
-        opened = LaunchingCudaDecoder if samples(model.path) else CudaDecoder
+        opened = LaunchingCudaDecoder if samples(model.outputs) else CudaDecoder
         made.append(opened(model.path, model.kv, blocks, **options))
         return made[-1]
 
@@ -198,6 +199,6 @@ def test_closing_gives_memory_back(decoder, model: Model) -> None:
 
 
 def test_an_engine_file_without_its_operators_is_refused(model: Model, tmp_path: Path) -> None:
-    opened = LaunchingCudaDecoder if samples(model.path) else CudaDecoder
+    opened = LaunchingCudaDecoder if samples(model.outputs) else CudaDecoder
     with pytest.raises(KilnError, match="custom operators"):
         opened(model.path, model.kv, 4, max_context=64)
