@@ -34,7 +34,7 @@ from engines.manifest import MemoryRecord
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
 from engines.runtime.scheduler import SchedulerConfig
-from passes.onnx_model import DecoderSpec, load_structure
+from passes.onnx_model import DecoderSpec
 from pipeline.compare.inputs import input_specs_from_graph, sample_of_batch
 from pipeline.compare.machine import machine_description, package_versions
 from pipeline.floors import decoder_work_from_graph, plain_operations, weight_bytes
@@ -323,8 +323,7 @@ def _bench_plain(
     engine: Engine, bundle: EngineBundle, config: BenchConfig, peaks: dict[str, float], progress: Progress
 ) -> tuple[list[_Sample], float]:
     """Samples, and the least memory in bytes."""
-    tensors = [(record.name, record.dtype, record.shape) for record in bundle.manifest.inputs]
-    specs = input_specs_from_graph(load_structure(bundle.engine_path), tensors)
+    specs = input_specs_from_graph(bundle.engine_path, bundle.manifest.inputs)
     read = weight_bytes(bundle.engine_path)
     samples = []
     for batch in config.batches:

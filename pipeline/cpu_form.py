@@ -12,11 +12,12 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from passes.graph import graph_from_path, proto_from_graph, tidy
-from passes.low_form import FP32, LOW_TYPES, has_type
+from passes.low_form import has_type
 from passes.manager import link_weights
 from passes.norm_pattern import type_of
 from passes.onnx_model import load_structure
 from passes.pattern import STANDARD, replace_uses
+from passes.precision_islands import FP32, LOW_TYPES
 from passes.scopes import scopes
 from passes.shapes import infer_shapes
 from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
@@ -30,9 +31,8 @@ _ATTENTION_OPERANDS = [spec.name for spec in INPUTS].index("value") + 1
 _CUDA_ONLY = {(LINEAR.domain, LINEAR.op_type), (LINEAR_SWIGLU.domain, LINEAR_SWIGLU.op_type)}
 
 
-def needs_cpu_form(path: Path) -> bool:
+def needs_cpu_form(proto: onnx.ModelProto) -> bool:
     """Whether a serving graph holds operators that only the CUDA library has, or BF16, which the CPU lacks."""
-    proto = load_structure(path)
     types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.value_info}
     if onnx.TensorProto.BFLOAT16 in types.values():
         return True

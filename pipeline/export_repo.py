@@ -179,8 +179,7 @@ def _found_mixing(bundle: EngineBundle) -> str | None:
     open_bundle(bundle.path)
     model = OnnxRuntimeModel(bundle.engine_path, provider=bundle.manifest.backend.provider, plugins=bundle.plugin_paths)
     try:
-        tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in bundle.manifest.inputs]
-        specs = input_specs_from_graph(load_structure(bundle.engine_path), tensors)
+        specs = input_specs_from_graph(bundle.engine_path, bundle.manifest.inputs)
         requests = [sample_of_batch(specs, 1, seed) for seed in range(_TRIALS)]
         alone = [model.infer(request) for request in requests]
         layout = layout_from_tensors(model.inputs, model.outputs)

@@ -90,7 +90,7 @@ def _plain_account(
     profile: Path,
     feeds: Mapping[str, NDArray] | None,
 ) -> MemoryRecord | None:
-    specs = input_specs_from_graph(load_structure(engine), [(one.name, one.dtype, one.shape) for one in inputs])
+    specs = input_specs_from_graph(engine, inputs)
     phases: dict[str, Mapping[str, NDArray]] = {} if feeds is None else {"given_inputs": feeds}
     for batch in _SAMPLES if feeds is None else ():
         sample = sample_of_batch(specs, batch, 0)

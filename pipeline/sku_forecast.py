@@ -60,10 +60,8 @@ def _graph(spec: str) -> OnnxModel | None:
 
 def _work(model: OnnxModel, progress: Progress) -> PlainWork | None:
     """What one sample takes; None, with a note, where the model cannot be run on made-up inputs."""
-    from passes.onnx_model import load_structure
 
-    tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in model.inputs]
-    feeds = sample_of_batch(input_specs_from_graph(load_structure(model.path), tensors), 1, seed=0)
+    feeds = sample_of_batch(input_specs_from_graph(model.path, model.inputs), 1, seed=0)
     batch = next((value.shape[0] for value in feeds.values() if value.shape), 1)
     try:
         with progress.stage("run it once"):

@@ -229,9 +229,7 @@ def feeds_from_file(path: Path) -> list[Feeds]:
 
 def generated_inputs(model: OnnxModel, plugins: Sequence[Path] = ()) -> tuple[Feeds, ...]:
     """Random inputs that the model accepts, the last one as long as it takes. Raises KilnError where none are found."""
-    found = input_specs_from_graph(
-        load_structure(model.path), [(tensor.name, tensor.dtype, tensor.shape) for tensor in model.inputs]
-    )
+    found = input_specs_from_graph(model.path, model.inputs)
     specs = original_specs(found, permutations_from_path(model.path))
     samples = samples_from_inputs(specs, _SAMPLES, seed=1)
     try:

@@ -19,7 +19,6 @@ from engines.runtime.batch_queue import BatchingConfig
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
 from engines.runtime.scheduler import SchedulerConfig
-from passes.onnx_model import load_structure
 from pipeline.ablate.variants import AblateConfig
 from pipeline.compare.inputs import input_specs_from_graph, sample_of_batch
 from pipeline.limits import peak_memory
@@ -70,8 +69,7 @@ def _measured(bundle: Path, on: frozenset[str], config: AblateConfig) -> Measure
                 results = _repeated(lambda: _recomputed(engine, prompts, output, batch), config)
             return _result(results, config.requests * config.output)
     with Engine.open(bundle, batching=BatchingConfig(max_batch=batch), threads=config.threads) as engine:
-        tensors = [(one.name, one.dtype, one.shape) for one in opened.manifest.inputs]
-        specs = input_specs_from_graph(load_structure(opened.engine_path), tensors)
+        specs = input_specs_from_graph(opened.engine_path, opened.manifest.inputs)
         feeds = sample_of_batch(specs, batch, config.seed)
         found = next((value.shape[0] for value in feeds.values() if value.ndim), 1)
 

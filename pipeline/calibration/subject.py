@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engines.bundle import open_bundle
 from engines.runtime.tokenizer import Tokenizer
-from passes.onnx_model import DecoderSpec, OnnxModel, load_structure, onnx_model_from_path
+from passes.onnx_model import DecoderSpec, OnnxModel, onnx_model_from_path
 from pipeline.calibration.samples import TOKENS, Feed, Sample
 from pipeline.compare.inputs import InputSpec, input_specs_from_graph
 from pipeline.io_layout import Permutations, original_specs, permutations_from_path
@@ -39,8 +39,7 @@ class CalibrationModel:
     @cached_property
     def inputs(self) -> tuple[InputSpec, ...]:
         """Of a model without a KV cache, as they were before `--io-layout`; integers with their largest value."""
-        tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in self.model.inputs]
-        return original_specs(input_specs_from_graph(load_structure(self.model.path), tensors), self.permutations)
+        return original_specs(input_specs_from_graph(self.model.path, self.model.inputs), self.permutations)
 
     @property
     def takes_tokens(self) -> bool:

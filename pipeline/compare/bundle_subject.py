@@ -4,7 +4,6 @@ from pathlib import Path
 
 from engines.bundle import open_bundle
 from engines.runtime.engine import Engine
-from passes.onnx_model import load_structure
 from pipeline.compare.engine_subject import EngineDecoder, EnginePlain, scheduling
 from pipeline.compare.inputs import input_specs_from_graph
 from pipeline.compare.machine import package_versions
@@ -29,8 +28,7 @@ def bundle_subject_from_path(path: Path, threads: int | None = None, max_running
     )
     engine = Engine.open(path, config=scheduling(max_running), threads=threads)
     if manifest.decoder is None:
-        tensors = [(record.name, record.dtype, record.shape) for record in manifest.inputs]
-        specs = input_specs_from_graph(load_structure(bundle.engine_path), tensors)
+        specs = input_specs_from_graph(bundle.engine_path, manifest.inputs)
         return EnginePlain(side, engine, specs, permutations_from_path(bundle.engine_path))
     encode = engine.tokenizer.encode if bundle.tokenizer_path else None
     return EngineDecoder(side, engine, manifest.decoder, encode)

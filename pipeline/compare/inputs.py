@@ -6,11 +6,14 @@ rows of a table must stay below the table's length. Masks get padding at their e
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.manifest import TensorRecord
+from passes.onnx_model import Tensor, load_structure
 from plugins.errors import KilnError
 
 if TYPE_CHECKING:
@@ -99,17 +102,16 @@ def _values(spec: InputSpec, shape: tuple[int, ...], generator: np.random.Genera
     raise KilnError(f"input '{spec.name}' has dtype {spec.dtype}, for which no random values are defined")
 
 
-def input_specs_from_graph(
-    model: "onnx.ModelProto", tensors: Iterable[tuple[str, str, tuple[int | str, ...]]]
-) -> tuple[InputSpec, ...]:
-    """Specs of (name, dtype, shape), with integer ranges read from the graph; 0 to 1 where it sets no bound."""
+def input_specs_from_graph(path: Path, inputs: Iterable[Tensor | TensorRecord]) -> tuple[InputSpec, ...]:
+    """Specs of a graph's inputs, with integer ranges read from the file; 0 to 1 where it sets no bound."""
+    graph = load_structure(path).graph
     specs = []
-    for name, dtype, shape in tensors:
-        if np.dtype(dtype).kind in "iu":
-            rows = _table_rows(model.graph, name)
-            specs.append(InputSpec(name, dtype, shape, 0, rows - 1 if rows else 1))
+    for tensor in inputs:
+        if np.dtype(tensor.dtype).kind in "iu":
+            rows = _table_rows(graph, tensor.name)
+            specs.append(InputSpec(tensor.name, tensor.dtype, tensor.shape, 0, rows - 1 if rows else 1))
         else:
-            specs.append(InputSpec(name, dtype, shape))
+            specs.append(InputSpec(tensor.name, tensor.dtype, tensor.shape))
     return tuple(specs)
 
 

@@ -45,11 +45,8 @@ def onnx_subject_from_path(path: Path, threads: int | None = None, max_running: 
     if model.decoder is not None:
         engine = _engine_from_graph(model, model.decoder, threads, max_running)
         return EngineDecoder(side, engine, model.decoder, encode=None)
-    tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in model.inputs]
     engine = Engine.from_model(OnnxRuntimeModel(path, threads=threads), EngineInfo(path.name, "model"))
-    return EnginePlain(
-        side, engine, input_specs_from_graph(load_structure(path), tensors), permutations_from_path(path)
-    )
+    return EnginePlain(side, engine, input_specs_from_graph(path, model.inputs), permutations_from_path(path))
 
 
 def _engine_from_graph(model: OnnxModel, spec: DecoderSpec, threads: int | None, max_running: int) -> Engine:
@@ -69,9 +66,9 @@ def bound_graph(path: Path, folder: Path) -> Path:
     """`path` itself if this machine's CPU runs it, else a copy in `folder`: bound, or in the CPU's form."""
     import onnx
 
-    if needs_cpu_form(path):
-        return write_cpu_form(path, folder)
     proto = load_structure(path)
+    if needs_cpu_form(proto):
+        return write_cpu_form(path, folder)
     exported = [node for node in proto.graph.node if node.op_type == OP_TYPE and node.domain == EXPORT_DOMAIN]
     if not exported:
         return path

@@ -12,7 +12,6 @@ import numpy as np
 from engines.bundle import EngineBundle, open_bundle
 from engines.manifest import Manifest
 from engines.runtime.tokenizer import Tokenizer
-from passes.onnx_model import load_structure
 from pipeline.compare.inputs import input_specs_from_graph, samples_from_inputs
 from pipeline.gate.config import GateConfig
 from pipeline.gate.gate import run_gate
@@ -108,8 +107,7 @@ def _samples(bundle: EngineBundle, options: AccuracyOptions) -> PlainData:
         if samples[0].labels is not None:
             kind = "classifier"
         return PlainData(kind, (PlainStratum("all", samples),), str(options.samples))
-    tensors = [(record.name, record.dtype, record.shape) for record in bundle.manifest.inputs]
-    specs = input_specs_from_graph(load_structure(bundle.engine_path), tensors)
+    specs = input_specs_from_graph(bundle.engine_path, bundle.manifest.inputs)
     specs = original_specs(specs, permutations_from_path(bundle.engine_path))
     drawn = samples_from_inputs(specs, options.count, options.seed)
     if len(outputs) == 1 and len(outputs[0].shape) == 2 and all(np.dtype(spec.dtype).kind == "f" for spec in specs):

@@ -28,7 +28,6 @@ from engines.runtime.info import EngineInfo
 from engines.runtime.opening import check_plugins, default_kv_blocks
 from engines.runtime.request import Request, SamplingParams
 from engines.runtime.scheduler import SchedulerConfig
-from passes.onnx_model import load_structure
 from pipeline.compare.inputs import input_specs_from_graph, sample_of_batch
 from pipeline.nightly.config import SpeedOptions
 from pipeline.progress import Progress
@@ -137,8 +136,7 @@ def _call(engine: Engine, bundle: EngineBundle, options: SpeedOptions) -> Call:
     """One request of a decoder, or one batch."""
     decoder = bundle.manifest.decoder
     if decoder is None:
-        tensors = [(record.name, record.dtype, record.shape) for record in bundle.manifest.inputs]
-        specs = input_specs_from_graph(load_structure(bundle.engine_path), tensors)
+        specs = input_specs_from_graph(bundle.engine_path, bundle.manifest.inputs)
         feeds = sample_of_batch(specs, options.batch, seed=0)
         return lambda: engine.infer(feeds)
     tokens = min(options.tokens, max(1, engine.max_length // 2))

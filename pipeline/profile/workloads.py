@@ -14,7 +14,6 @@ from engines.runtime.engine import Engine
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.sequence import blocks_for
 from engines.runtime.tokenizer import Tokenizer
-from passes.onnx_model import load_structure
 from pipeline.compare.inputs import input_specs_from_graph, sample_of_batch
 from pipeline.floors import decoder_work_from_graph
 from pipeline.profile.recording import (
@@ -139,8 +138,7 @@ def decoder_workload(
 def plain_workload(
     bundle: EngineBundle, config: ProfileConfig, threads: int
 ) -> tuple[list[Kind], Session, Sequence[int | None]]:
-    tensors = [(record.name, record.dtype, record.shape) for record in bundle.manifest.inputs]
-    specs = input_specs_from_graph(load_structure(bundle.engine_path), tensors)
+    specs = input_specs_from_graph(bundle.engine_path, bundle.manifest.inputs)
     kinds, feeds = [], {}
     for batch in config.batches:
         sample = sample_of_batch(specs, batch, config.seed)

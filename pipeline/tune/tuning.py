@@ -13,7 +13,6 @@ from engines.manifest import CheckRecord, ServingMeasurement, ServingRecord
 from engines.runtime.engine import Engine
 from engines.runtime.opening import default_config
 from engines.runtime.scheduler import SchedulerConfig
-from passes.onnx_model import load_structure
 from pipeline.compare.inputs import InputSpec, input_specs_from_graph, sample_of_batch, sample_of_sizes
 from pipeline.compare.machine import machine_description
 from pipeline.load_test.targets import BundleTarget
@@ -219,8 +218,7 @@ class _Search:
         """Batch sizes of a model without a KV cache; returns the workload in words."""
         config = self._config
         manifest = self._bundle.manifest
-        tensors = [(record.name, record.dtype, record.shape) for record in manifest.inputs]
-        specs = input_specs_from_graph(load_structure(self._bundle.engine_path), tensors)
+        specs = input_specs_from_graph(self._bundle.engine_path, manifest.inputs)
         _refuse_fixed_batch(manifest.name, specs)
 
         def feeds(batch: int) -> dict[str, NDArray]:

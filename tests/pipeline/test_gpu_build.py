@@ -224,5 +224,5 @@ def test_a_network_without_a_cache(tmp_path) -> None:
 
 def test_a_float_graph_needs_no_other_form(built, tmp_path) -> None:
     path = built[0][0].engine_path
-    assert not needs_cpu_form(path)
+    assert not needs_cpu_form(load_structure(path))
     assert bound_graph(path, tmp_path) == path
