@@ -16,10 +16,10 @@ from onnx import helper
 
 from passes.base import Effect, Outcome
 from passes.cast_precision import LowDtype
-from passes.fuse_skip_norm import check_residual
-from passes.low_form import FP32, LOW_TYPES, as_low, give_low, has_type, is_low, only_low_readers
-from passes.pattern import consumers, in_scope, is_output, producer, replace_node, rewrite_nodes, take_outputs
-from plugins.elementwise.schema import ADD_RMS_NORM
+from passes.fuse_cpu_norm import fuse_residual
+from passes.low_form import as_low, give_low, has_type, is_low, low_type, only_low_readers
+from passes.pattern import rewrite_nodes
+from passes.precision_islands import FP32
 
 _NORM = "SimplifiedLayerNormalization"
 
@@ -31,9 +31,7 @@ class BindHalfNorm:
     effect = Effect.PRECISION
 
     def __init__(self, dtype: LowDtype = "float16") -> None:
-        if dtype not in LOW_TYPES:
-            raise ValueError(f"dtype is {dtype!r}; expected {' or '.join(LOW_TYPES)}")
-        self._low = LOW_TYPES[dtype]
+        self._low = low_type(dtype)
 
     def call(self, graph: gs.Graph) -> Outcome:
         outcome = rewrite_nodes(graph, self._narrow, (_NORM,))
@@ -54,18 +52,6 @@ class BindHalfNorm:
 
     def _fuse(self, scope: gs.Graph, norm: gs.Node) -> bool:
         """Rule 1, of a norm in 16 bits."""
-        total = norm.inputs[0]
-        add = producer(total, "Add")
-        if not has_type(total, self._low) or add is None or not in_scope(scope, add):
+        if not has_type(norm.inputs[0], self._low):
             return False
-        check_residual(norm, add, (helper.np_dtype_to_tensor_dtype(self._low),))
-        shared = len(consumers(total)) > 1 or is_output(scope, total)
-        inputs = [*add.inputs, norm.inputs[1]]
-        outputs = take_outputs(norm)[:1]
-        take_outputs(add)
-        outputs += [total] if shared else []
-        attributes = {"epsilon": float(norm.attrs.get("epsilon", 1e-5))}
-        fused = gs.Node(ADD_RMS_NORM.op_type, norm.name, attributes, inputs, outputs, domain=ADD_RMS_NORM.domain)
-        replace_node(scope, norm, fused)
-        replace_node(scope, add)
-        return True
+        return fuse_residual(scope, norm, helper.np_dtype_to_tensor_dtype(self._low))

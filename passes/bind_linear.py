@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from onnx_graphsurgeon.ir.tensor import LazyValues
 
 from passes.base import Effect, Outcome
-from passes.low_form import LOW_TYPES, has_type
+from passes.low_form import has_type
 from passes.pattern import (
     CONTRIB,
     in_scope,
@@ -32,6 +32,7 @@ from passes.pattern import (
     substitute,
     values_of,
 )
+from passes.precision_islands import LOW_TYPES
 from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
 
 _ITEMSIZE = 2

@@ -15,8 +15,9 @@ import onnx_graphsurgeon as gs
 
 from passes.base import Effect, Outcome, Refusal
 from passes.cast_precision import LowDtype
-from passes.low_form import FP32, LOW_TYPES, as_low, give_low, has_type
+from passes.low_form import as_low, give_low, has_type, low_type
 from passes.onnx_model import DECODER_METADATA, DecoderSpec
+from passes.precision_islands import FP32
 from passes.quantize_cache import attention_over
 from passes.scopes import scopes
 from plugins.paged_attention.schema import INPUTS, OUTPUTS
@@ -33,10 +34,8 @@ class CastAttention:
     effect = Effect.PRECISION
 
     def __init__(self, decoder: DecoderSpec | None = None, dtype: LowDtype = "float16") -> None:
-        if dtype not in LOW_TYPES:
-            raise ValueError(f"dtype is {dtype!r}; expected {' or '.join(LOW_TYPES)}")
         self.decoder, self.dtype = decoder, dtype
-        self._low = LOW_TYPES[dtype]
+        self._low = low_type(dtype)
 
     def call(self, graph: gs.Graph) -> Outcome:
         if self.decoder is None:

@@ -26,7 +26,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
@@ -38,6 +37,7 @@ from passes.pattern import STANDARD, consumers, is_op
 from passes.precision_islands import (
     FOLLOWERS,
     FP32,
+    LOW_TYPES,
     Precision,
     Slots,
     follow_neighbours,
@@ -51,7 +51,6 @@ from passes.scopes import label, scopes
 from plugins.paged_attention.schema import OP_TYPE
 
 LowDtype = Literal["float16", "bfloat16"]
-_DTYPES: Mapping[LowDtype, np.dtype] = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 _BFLOAT16_OPSET = 13
 """The first opset whose Cast knows BF16."""
@@ -76,12 +75,12 @@ class CastPrecision:
         margin: float = 4.0,
         measure: Callable[[Path], Mapping[str, float]] | None = None,
     ) -> None:
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
+        if dtype not in LOW_TYPES:
+            raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(LOW_TYPES)}")
         if not margin >= 1:
             raise ValueError(f"margin is {margin}; expected at least 1")
         self._measure = measure if ranges is None else None
-        self.precision = Precision(_DTYPES[dtype], margin, dict(ranges or {}))
+        self.precision = Precision(LOW_TYPES[dtype], margin, dict(ranges or {}))
         self.keep, self.keep_io = tuple(keep), keep_io
 
     def prepare(self, model: Path) -> None:
@@ -89,7 +88,7 @@ class CastPrecision:
             self.precision = replace(self.precision, ranges=dict(self._measure(model)))
 
     def call(self, graph: gs.Graph) -> Outcome:
-        if self.precision.low == _DTYPES["bfloat16"] and graph.opset < _BFLOAT16_OPSET:
+        if self.precision.low == LOW_TYPES["bfloat16"] and graph.opset < _BFLOAT16_OPSET:
             return Outcome(notes=[f"bfloat16 needs opset {_BFLOAT16_OPSET}; the graph has {graph.opset}"])
         outcome = Outcome()
         inputs, outputs = self._io(graph, outcome)

@@ -31,11 +31,16 @@ class BindAddRmsNorm:
 
 
 def _fuse(scope: gs.Graph, norm: gs.Node) -> bool:
+    return fuse_residual(scope, norm, TensorProto.FLOAT)
+
+
+def fuse_residual(scope: gs.Graph, norm: gs.Node, element: int) -> bool:
+    """Rule 1 for tensors of one of ONNX's types; False where nothing is added. Raises Refusal, which says why not."""
     total = norm.inputs[0]
     add = producer(total, "Add")
     if add is None or not in_scope(scope, add):
         return False
-    check_residual(norm, add, (TensorProto.FLOAT,))
+    check_residual(norm, add, (element,))
     shared = len(consumers(total)) > 1 or is_output(scope, total)
     inputs = [*add.inputs, norm.inputs[1]]
     outputs = take_outputs(norm)[:1]

@@ -4,16 +4,20 @@
 16-bit form takes the tensors from outside the Casts, so that these disappear.
 """
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
 from passes.norm_pattern import type_of
 from passes.pattern import STANDARD, consumers, in_scope, insert_before, is_output, producer, values_of
+from passes.precision_islands import FP32, LOW_TYPES
 
-FP32 = np.dtype(np.float32)
-LOW_TYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+def low_type(name: str) -> np.dtype:
+    """The 16-bit type of a name. Raises ValueError for another name, as the options of passes do."""
+    if name not in LOW_TYPES:
+        raise ValueError(f"dtype is {name!r}; expected {' or '.join(LOW_TYPES)}")
+    return LOW_TYPES[name]
 
 
 def has_type(tensor: gs.Tensor, dtype: np.dtype) -> bool:

@@ -32,7 +32,7 @@ from passes.pattern import CONTRIB, STANDARD, consumers, is_op, producer, scalar
 from passes.scopes import scopes
 
 FP32 = np.dtype(np.float32)
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+LOW_TYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def _names(text: str) -> frozenset[str]:
@@ -97,7 +97,7 @@ class Precision:
 
         Rounding of normal numbers costs at most half of eps, as a share of sum(|values|); more is underflow.
         """
-        if self.low == _BFLOAT16 and (not values.size or np.abs(values).max() <= float(self._finfo.max)):
+        if self.low == LOW_TYPES["bfloat16"] and (not values.size or np.abs(values).max() <= float(self._finfo.max)):
             return None  # BF16 has FP32's exponents: nothing that is normal underflows
         size = lost = 0.0
         flat = values.reshape(-1)

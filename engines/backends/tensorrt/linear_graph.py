@@ -17,7 +17,6 @@ Knows graphs only; who owns a row is the runtime's (`engines.backends.linear_dec
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
@@ -27,6 +26,7 @@ from passes.graph import graph_from_path, tidy
 from passes.manager import run_passes
 from passes.onnx_model import DECODER_METADATA, DecoderSpec, OnnxModel
 from passes.pattern import input_of, is_op, producer, replace_uses, values_of
+from passes.precision_islands import FP32, LOW_TYPES
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import (
     ATTRIBUTES,
@@ -43,11 +43,7 @@ OLDEST_GRAPH = 18
 """Of the opsets that are raised to OPSET: from here on operators got types and attributes, no other meaning."""
 INPUT_IDS, POSITIONS, PAST, LOGIT_ROWS = "input_ids", "position_ids", "past_seqlens", "logits_indices"
 _INDEX = {spec.name: index for index, spec in enumerate(INPUTS)}
-_FLOATS = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
+_FLOATS = {"float32": FP32, **LOW_TYPES}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ input that is also its output. Knows graphs only.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
@@ -20,14 +19,14 @@ import onnx_graphsurgeon as gs
 from engines.backends.tensorrt.linear_graph import remove_undone_casts, rewritten
 from passes.base import Effect, Outcome
 from passes.graph import graph_from_path, tidy
-from passes.onnx_model import DECODER_METADATA, DecoderSpec, OnnxModel
+from passes.onnx_model import DECODER_METADATA, DecoderSpec, OnnxModel, load_structure
 from passes.pattern import input_of
+from passes.precision_islands import LOW_TYPES
 from plugins.abi import abi_hash
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import ATTRIBUTES, INPUTS, OP_TYPE, cache_output_names
 from plugins.paged_attention.tensorrt_plugin import LAYERS, NAMESPACE, SCRATCH, VERSION, Element, Fields, Kernels, Layer
 
-_DTYPES: dict[Element, "np.dtype"] = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _BLOCK = 16
 """The kernels' block sizes are multiples of it."""
 _OPTIONAL = ("key", "value", "cos_cache", "sin_cache")
@@ -83,7 +82,7 @@ def _kernels(model: OnnxModel, target: PluginTarget) -> Kernels:
 def abi_of(path: Path) -> str | None:
     """The plug-in ABI of a graph's layers, None without any. Raises KilnError where it is not this Kiln's."""
     found = None
-    for node in onnx.load(path, load_external_data=False).graph.node:
+    for node in load_structure(path).graph.node:
         if node.domain == NAMESPACE:
             text = next((attribute.s.decode() for attribute in node.attribute if attribute.name == _FIELDS), "")
             found = Fields.from_text(text).abi
@@ -120,7 +119,7 @@ class _Attention:
     def __init__(self, graph: gs.Graph, decoder: DecoderSpec, number: int, node: gs.Node) -> None:
         self.graph, self.number, self.node = graph, number, node
         self.geometry = decoder.kv.layers[number]
-        self.dtype = np.dtype(_DTYPES[decoder.kv.dtype])  # type: ignore[index]
+        self.dtype = LOW_TYPES[decoder.kv.dtype]
         self.fields = _fields_of(node)
 
     def replace(self, scratch: gs.Variable) -> gs.Variable:
