@@ -28,7 +28,9 @@ ONNX_TYPES = {
     "float16": TensorProto.FLOAT16,
     "bfloat16": TensorProto.BFLOAT16,
     "int32": TensorProto.INT32,
+    "int64": TensorProto.INT64,
     "int8": TensorProto.INT8,
+    "uint8": TensorProto.UINT8,
 }
 NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int8": np.int8}
 ISAS = {"plain": 1, "avx2": 2, "avx512": 3, "avx512bf16": 5}

@@ -19,11 +19,11 @@ ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Of an output itself."""
 LIMITS = {"float16": 5e-4, "bfloat16": 2e-3}
 """What an error may be beyond that, of the largest output."""
-INDICES = ("cumulative_sequence_length", "past_seqlens", "block_table", "slot_mapping")
-
-
 INT8_LIMITS = {"float16": 1e-3, "bfloat16": 5e-3}
 """The same over caches of int8, which a kernel may restore to the 16-bit type before it multiplies."""
+DECODE, PREFILL = 1 << 29, 0
+"""Values of `decode_rows` that send every sequence down one path."""
+INDICES = ("cumulative_sequence_length", "past_seqlens", "block_table", "slot_mapping")
 
 
 def of_type(case: Case, dtype: str, int8: str = "") -> Inputs:

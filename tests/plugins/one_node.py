@@ -8,20 +8,13 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import helper
 
 from plugins.build import cpu_library
 from plugins.spec import OperatorSpec
 
-from .conftest import Operator
+from .conftest import ONNX_TYPES, Operator
 
-TYPES = {
-    "float32": TensorProto.FLOAT,
-    "int8": TensorProto.INT8,
-    "uint8": TensorProto.UINT8,
-    "int32": TensorProto.INT32,
-    "int64": TensorProto.INT64,
-}
 ISAS = {"plain": 1, "avx2": 2, "avx512": 3, "avx512vnni": 4}
 
 
@@ -49,7 +42,8 @@ def session(
     names = ["" if one.name in absent else one.name for one in spec.inputs[:inputs]]
     node = helper.make_node(spec.op_type, names, [one.name for one in made], domain=spec.domain, **attributes)
     described = [
-        [helper.make_tensor_value_info(one.name, TYPES[one.dtypes[0]], None) for one in side] for side in (given, made)
+        [helper.make_tensor_value_info(one.name, ONNX_TYPES[one.dtypes[0]], None) for one in side]
+        for side in (given, made)
     ]
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid(spec.domain, spec.since_version)]
     model = helper.make_model(helper.make_graph([node], "one_node", *described), opset_imports=opsets, ir_version=10)

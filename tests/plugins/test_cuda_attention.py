@@ -1,28 +1,35 @@
 """The CUDA kernels of paged attention against the float64 reference, on a CUDA device."""
 
-import ctypes
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from plugins.cuda_build import cuda_library
 from plugins.errors import KilnError
 from plugins.paged_attention import reference
 from plugins.paged_attention.cuda_calls import MEASURED, CudaAttention
 from plugins.paged_attention.reference import Attributes
 
 from .conftest import Case, Sequence
-from .cuda_operands import INDICES, check, check_output, expected_output, of_type, on_device, on_host, poisoned
+from .cuda_operands import (
+    DECODE,
+    INDICES,
+    PREFILL,
+    check,
+    check_output,
+    expected_output,
+    of_type,
+    on_device,
+    on_host,
+    poisoned,
+)
+from .cuda_tensors import loaded_library, torch
 
-torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-DECODE, PREFILL = 1 << 29, 0
-"""Values of `decode_rows` that send every sequence down one path."""
 CASE = Case(
     seed=1,
     sequences=(
@@ -40,9 +47,7 @@ CASE = Case(
 
 @pytest.fixture(scope="module", params=["best", "portable"])
 def operator(request: pytest.FixtureRequest) -> CudaAttention:
-    major, minor = torch.cuda.get_device_capability()
-    library = ctypes.CDLL(str(cuda_library([f"sm_{major}{minor}"])))
-    return CudaAttention(library, portable=request.param == "portable")
+    return CudaAttention(loaded_library(), portable=request.param == "portable")
 
 
 @pytest.mark.parametrize("decode_rows", [MEASURED, DECODE, PREFILL])

@@ -1,18 +1,17 @@
 """Kiln's CUDA products against the float64 reference, on a CUDA device."""
 
-import ctypes
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plugins.cuda_build import cuda_library
 from plugins.dense.cuda_calls import ROWS, CudaLinear
 from plugins.dense.reference import linear, linear_swiglu
 from plugins.errors import KilnError
 
-torch = pytest.importorskip("torch")
+from .cuda_tensors import error, loaded_library, poisoned, random, torch, wide
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -26,26 +25,7 @@ SHAPES = [(256, 512), (1000, 1096), (51, 72), (8, 8), (128, 64), (129, 200), (40
 
 @pytest.fixture(scope="module", params=["best", "portable"])
 def products(request: pytest.FixtureRequest) -> CudaLinear:
-    major, minor = torch.cuda.get_device_capability()
-    library = ctypes.CDLL(str(cuda_library([f"sm_{major}{minor}"])))
-    return CudaLinear(library, portable=request.param == "portable")
-
-
-def random(seed: int, dtype: str, *shape: int, scale: float = 1.0) -> "torch.Tensor":
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return (torch.randn(*shape, generator=generator, device="cuda") * scale).to(getattr(torch, dtype))
-
-
-def poisoned(dtype: str, *shape: int) -> "torch.Tensor":
-    return torch.full(shape, float("nan"), dtype=getattr(torch, dtype), device="cuda")
-
-
-def wide(tensor: "torch.Tensor | None") -> NDArray | None:
-    return None if tensor is None else tensor.double().cpu().numpy()
-
-
-def error(y: "torch.Tensor", expected: NDArray) -> float:
-    return float(np.linalg.norm(wide(y) - expected) / np.linalg.norm(expected))
+    return CudaLinear(loaded_library(), portable=request.param == "portable")
 
 
 def run(products: CudaLinear, swiglu: bool) -> tuple[Callable[..., "torch.Tensor"], Callable[..., NDArray[np.float64]]]:

@@ -1,16 +1,13 @@
 """Kiln's CUDA token-wise operators against the float64 reference, on a CUDA device."""
 
-import ctypes
-
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from plugins.cuda_build import cuda_library
 from plugins.elementwise.cuda_calls import CudaElementwise
 from plugins.elementwise.reference import add_rms_norm, swiglu
 
-torch = pytest.importorskip("torch")
+from .cuda_tensors import error, loaded_library, poisoned, random, torch, wide
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -24,25 +21,7 @@ SHAPES = [(1, 4096), (7, 4096), (3, 100), (2, 8200), (5, 51), (1, 1), (4, 40000)
 
 @pytest.fixture(scope="module")
 def kernels() -> CudaElementwise:
-    major, minor = torch.cuda.get_device_capability()
-    return CudaElementwise(ctypes.CDLL(str(cuda_library([f"sm_{major}{minor}"]))))
-
-
-def random(seed: int, dtype: str, *shape: int) -> "torch.Tensor":
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").to(getattr(torch, dtype))
-
-
-def poisoned(dtype: str, *shape: int) -> "torch.Tensor":
-    return torch.full(shape, float("nan"), dtype=getattr(torch, dtype), device="cuda")
-
-
-def wide(tensor: "torch.Tensor") -> NDArray[np.float64]:
-    return tensor.double().cpu().numpy()
-
-
-def error(y: "torch.Tensor", expected: NDArray) -> float:
-    return float(np.linalg.norm(wide(y) - expected) / np.linalg.norm(expected))
+    return CudaElementwise(loaded_library())
 
 
 @pytest.mark.parametrize("dtype", sorted(LIMITS))

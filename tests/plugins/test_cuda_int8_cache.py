@@ -1,26 +1,22 @@
 """CUDA paged attention over caches of int8, of keys or of keys and values, against the float64 reference."""
 
-import ctypes
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from plugins.cuda_build import cuda_library
 from plugins.paged_attention.cuda_calls import MEASURED, CudaAttention
 from plugins.paged_attention.reference import Attributes
 
 from .conftest import Case, Sequence
-from .cuda_operands import after, check, of_type, on_device, poisoned
+from .cuda_operands import DECODE, PREFILL, after, check, of_type, on_device, poisoned
+from .cuda_tensors import loaded_library, torch
 
-torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-DECODE, PREFILL = 1 << 29, 0
-"""Values of `decode_rows` that send every sequence down one path."""
 CASE = Case(
     seed=2,
     sequences=(
@@ -38,9 +34,7 @@ CASE = Case(
 
 @pytest.fixture(scope="module", params=["best", "portable"])
 def operator(request: pytest.FixtureRequest) -> CudaAttention:
-    major, minor = torch.cuda.get_device_capability()
-    library = ctypes.CDLL(str(cuda_library([f"sm_{major}{minor}"])))
-    return CudaAttention(library, portable=request.param == "portable")
+    return CudaAttention(loaded_library(), portable=request.param == "portable")
 
 
 @pytest.mark.parametrize("decode_rows", [MEASURED, DECODE, PREFILL])

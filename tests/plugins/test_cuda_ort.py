@@ -1,6 +1,5 @@
 """Paged attention on CUDA through an onnxruntime-gpu session, bound to fixed addresses and in a CUDA graph."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 
 import numpy as np
@@ -8,15 +7,15 @@ import onnxruntime as ort
 import pytest
 from onnx import helper
 
-from plugins.cuda_build import cuda_library
 from plugins.paged_attention import reference, schema
 from plugins.paged_attention.cuda_calls import Operands
 from plugins.paged_attention.reference import Attributes
 
-from .conftest import ONNX_TYPES, Case, Sequence
+from .conftest import ONNX_TYPES, STATE, Case, Sequence
+from .cuda_node import bind, cuda_session
 from .cuda_operands import INT8_LIMITS, check_caches, check_output, of_type, on_device, poisoned
+from .cuda_tensors import torch
 
-torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -34,13 +33,11 @@ CASE = Case(
     value_dtype="float16",
     rotary_dim=128,
 )
-STATE = {"key_cache_out": "key_cache", "value_cache_out": "value_cache"}
-"""Outputs that continue an input."""
 
 
 def state(int8: str) -> dict[str, str]:
-    """The same with the scales of caches that are int8: k, v or kv."""
-    return STATE | {f"{cache}_scale_out": f"{cache}_scale" for cache in int8}
+    """Outputs that continue an input: caches, and the scales of those that are int8, k, v or kv."""
+    return {name: source for name, source in STATE.items() if "scale" not in name or name[0] in int8}
 
 
 @pytest.fixture(params=["float16", "bfloat16"])
@@ -49,7 +46,6 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 
 def session(dtype: str, attributes: Attributes, graph: bool = False, int8: str = "") -> ort.InferenceSession:
-    major, minor = torch.cuda.get_device_capability()
     left_out = {"cos_cache", "sin_cache", "k_scale", "v_scale"} - set(state(int8).values())
     given = [spec for spec in schema.INPUTS if spec.name not in left_out]
     names = [spec.name if spec in given else "" for spec in schema.INPUTS]
@@ -66,11 +62,7 @@ def session(dtype: str, attributes: Attributes, graph: bool = False, int8: str =
     ]
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid(schema.DOMAIN, schema.SINCE_VERSION)]
     model = helper.make_model(helper.make_graph([node], "one_node", *described), opset_imports=opsets, ir_version=10)
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.register_custom_ops_library(str(cuda_library([f"sm_{major}{minor}"])))
-    cuda = ("CUDAExecutionProvider", {"enable_cuda_graph": "1" if graph else "0"})
-    return ort.InferenceSession(model.SerializeToString(), options, providers=[cuda])
+    return cuda_session(model, graph)
 
 
 def bound(
@@ -86,11 +78,6 @@ def bound(
         else:
             binding.bind_output(name, "cuda")
     return binding
-
-
-def bind(to: Callable[..., None], name: str, tensor: "torch.Tensor") -> None:
-    element = ONNX_TYPES[str(tensor.dtype).removeprefix("torch.")]
-    to(name, "cuda", 0, int(element), tuple(tensor.shape), tensor.data_ptr())
 
 
 @pytest.mark.parametrize("int8", ["", "k", "kv"])

@@ -1,19 +1,17 @@
 """CUDA products with weights of 8 or 4 bits against the float64 reference, on a CUDA device."""
 
-import ctypes
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plugins.cuda_build import cuda_library
 from plugins.dense.reference import linear, linear_swiglu
 from plugins.errors import KilnError
 from plugins.quant_matmul.cuda_calls import CudaQuantLinear, QuantWeight
 from plugins.quant_matmul.cuda_packing import pack, quantize, quantized_rows, restored
 from plugins.quant_matmul.cuda_schema import EQUAL_ROWS, FORMATS, KERNEL_ROWS, WeightFormat
 
-torch = pytest.importorskip("torch")
+from .cuda_tensors import error, loaded_library, poisoned, random, torch, wide
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -27,26 +25,7 @@ SHAPES = [(256, 512), (1000, 1088), (56, 96), (8, 32), (136, 160), (129, 416), (
 
 @pytest.fixture(scope="module", params=["best", "portable"])
 def products(request: pytest.FixtureRequest) -> CudaQuantLinear:
-    major, minor = torch.cuda.get_device_capability()
-    library = ctypes.CDLL(str(cuda_library([f"sm_{major}{minor}"])))
-    return CudaQuantLinear(library, portable=request.param == "portable")
-
-
-def random(seed: int, dtype: str, *shape: int) -> "torch.Tensor":
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").to(getattr(torch, dtype))
-
-
-def poisoned(dtype: str, *shape: int) -> "torch.Tensor":
-    return torch.full(shape, float("nan"), dtype=getattr(torch, dtype), device="cuda")
-
-
-def wide(tensor: "torch.Tensor | None") -> NDArray | None:
-    return None if tensor is None else tensor.double().cpu().numpy()
-
-
-def error(y: "torch.Tensor", expected: NDArray) -> float:
-    return float(np.linalg.norm(wide(y) - expected) / np.linalg.norm(expected))
+    return CudaQuantLinear(loaded_library(), portable=request.param == "portable")
 
 
 def weight_of(seed: int, form: WeightFormat, rows: int, depth: int, group: int = 0) -> tuple[QuantWeight, NDArray]:

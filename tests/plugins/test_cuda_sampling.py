@@ -1,18 +1,15 @@
 """Kiln's CUDA sampling operators: the reference's tokens, to the bit, on a CUDA device."""
 
-import ctypes
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plugins.cuda_build import cuda_library
 from plugins.sampling import reference
 from plugins.sampling.cuda_calls import CudaSampling
 
+from .cuda_tensors import loaded_library, torch
 from .sampling_rows import Rows, random_rows, same_row
 
-torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -23,8 +20,7 @@ VOCABULARIES = [1, 7, 32, 1000, 1024, 4099, 32000, 128256]
 
 @pytest.fixture(scope="module")
 def kernels() -> CudaSampling:
-    major, minor = torch.cuda.get_device_capability()
-    return CudaSampling(ctypes.CDLL(str(cuda_library([f"sm_{major}{minor}"]))))
+    return CudaSampling(loaded_library())
 
 
 def on_device(rows: Rows, dtype: str = "float32") -> list["torch.Tensor"]:
