@@ -23,12 +23,8 @@ from plugins.abi import abi_hash
 from plugins.build import cpu_library
 from plugins.cuda_build import cuda_library, find_nvcc
 from plugins.errors import KilnError
-from plugins.paged_attention.schema import DOMAIN, OP_TYPE
+from plugins.paged_attention.schema import CUDA_BLOCK_GRAIN, CUDA_HEAD_SIZES, DOMAIN, OP_TYPE
 
-HEAD_SIZES = (64, 96, 128, 256)
-"""Those that the CUDA attention is built for."""
-BLOCK_GRAIN = 16
-"""Its block sizes are multiples of this."""
 PLUGINS = "plugins"
 UNVERIFIED_KERNELS = "the GPU's kernels did not run: the check was of the graph, on this machine's CPU"
 UNMEASURED = "batch sizes and tokens of a step are defaults, nothing was measured"
@@ -36,14 +32,16 @@ UNMEASURED = "batch sizes and tokens of a step are defaults, nothing was measure
 
 def refuse_gpu_decoder(head_sizes: Iterable[int], block_size: int, sku: Sku) -> None:
     """Raise KilnError for a decoder that the CUDA attention does not carry, or without a compiler for it."""
-    sizes = sorted(set(head_sizes) - set(HEAD_SIZES))
+    sizes = sorted(set(head_sizes) - set(CUDA_HEAD_SIZES))
     if sizes:
         raise KilnError(
             f"the model has attention heads of {', '.join(map(str, sizes))}; the attention of {sku.name} is built for "
-            f"{', '.join(map(str, HEAD_SIZES))}: use --sku cpu"
+            f"{', '.join(map(str, CUDA_HEAD_SIZES))}: use --sku cpu"
         )
-    if block_size % BLOCK_GRAIN:
-        raise KilnError(f"--block-size is {block_size}; the attention of {sku.name} takes multiples of {BLOCK_GRAIN}")
+    if block_size % CUDA_BLOCK_GRAIN:
+        raise KilnError(
+            f"--block-size is {block_size}; the attention of {sku.name} takes multiples of {CUDA_BLOCK_GRAIN}"
+        )
     find_nvcc()
 
 

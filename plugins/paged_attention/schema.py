@@ -98,6 +98,10 @@ ATTRIBUTES: dict[str, int | float | None] = {
 PAGED_ATTENTION = OperatorSpec(OP_TYPE, INPUTS, OUTPUTS, ATTRIBUTES, SINCE_VERSION)
 
 CacheDtype = Literal["float32", "float16", "bfloat16", "int8"]
+CUDA_HEAD_SIZES = (64, 96, 128, 256)
+"""That the CUDA kernels are built for."""
+CUDA_BLOCK_GRAIN = 16
+"""Their block sizes are multiples of it."""
 CACHE_ITEMSIZE: dict[CacheDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 EXPORT_DTYPES: tuple[CacheDtype, ...] = ("float32", "float16", "bfloat16")
 """Types of cache that a graph may be exported with; a pass makes int8 of one of them."""

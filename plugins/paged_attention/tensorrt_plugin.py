@@ -23,10 +23,9 @@ from plugins.abi import abi_hash
 from plugins.compiling import ROOT, cached_library, content_key, run_all
 from plugins.cuda_build import ARCHITECTURES, find_nvcc
 from plugins.errors import KilnError
+from plugins.paged_attention.schema import CUDA_HEAD_SIZES
 
 NAMESPACE, VERSION = "kiln", "1"
-HEAD_SIZES = (64, 96, 128, 256)
-"""That the kernels are built for."""
 Element = Literal["float16", "bfloat16"]
 _CUDA_TYPES: dict[Element, str] = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 SCRATCH = "attention_scratch"
@@ -89,15 +88,15 @@ class Kernels:
     """Sequences of one step."""
 
     def __post_init__(self) -> None:
-        if self.architecture in ARCHITECTURES and self.head_dim in HEAD_SIZES and self._plan() is None:
+        if self.architecture in ARCHITECTURES and self.head_dim in CUDA_HEAD_SIZES and self._plan() is None:
             raise KilnError(
                 f"the attention plug-in has no room for {self.most_seqs} sequences in a step on {self.architecture}; "
                 "build with fewer: --max-running"
             )
-        if self.head_dim not in HEAD_SIZES:
+        if self.head_dim not in CUDA_HEAD_SIZES:
             raise KilnError(
                 f"the attention plug-in has no kernel for a head size of {self.head_dim}; expected one of "
-                f"{', '.join(map(str, HEAD_SIZES))}: build the decoder with --attention native"
+                f"{', '.join(map(str, CUDA_HEAD_SIZES))}: build the decoder with --attention native"
             )
         if self.architecture not in ARCHITECTURES:
             raise KilnError(

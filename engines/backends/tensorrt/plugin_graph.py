@@ -24,11 +24,9 @@ from passes.pattern import input_of
 from passes.precision_islands import LOW_TYPES
 from plugins.abi import abi_hash
 from plugins.errors import KilnError
-from plugins.paged_attention.schema import ATTRIBUTES, INPUTS, OP_TYPE, cache_output_names
+from plugins.paged_attention.schema import ATTRIBUTES, CUDA_BLOCK_GRAIN, INPUTS, OP_TYPE, cache_output_names
 from plugins.paged_attention.tensorrt_plugin import LAYERS, NAMESPACE, SCRATCH, VERSION, Element, Fields, Kernels, Layer
 
-_BLOCK = 16
-"""The kernels' block sizes are multiples of it."""
 _OPTIONAL = ("key", "value", "cos_cache", "sin_cache")
 _FIELDS = "fields"
 SCRATCH_OUT = f"{SCRATCH}_out"
@@ -52,10 +50,10 @@ def plugin_graph(model: OnnxModel, path: Path, target: PluginTarget) -> tuple[On
     kernels = _kernels(model, target)
     if "int8" in kv.dtypes:
         raise KilnError(f"{model.path} has an int8 KV cache, which the attention plug-in lacks; leave --kv-cache out")
-    if kv.block_size % _BLOCK:
+    if kv.block_size % CUDA_BLOCK_GRAIN:
         raise KilnError(
-            f"{model.path} has blocks of {kv.block_size} tokens; the attention plug-in takes multiples of {_BLOCK}: "
-            f"build it with --block-size {_BLOCK}"
+            f"{model.path} has blocks of {kv.block_size} tokens; the attention plug-in takes multiples of "
+            f"{CUDA_BLOCK_GRAIN}: build it with --block-size {CUDA_BLOCK_GRAIN}"
         )
     decoder = replace(model.decoder, kv=replace(kv, dtype=target.element, value_dtype=None))
     return rewritten(model, path, PluginLayers(decoder, kernels)), kernels
