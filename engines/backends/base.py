@@ -107,6 +107,15 @@ class LaunchingBackend(DecoderBackend, Protocol):
         ...
 
 
+def launched_step(backend: LaunchingBackend, inputs: StepInputs) -> NDArray[np.float32]:
+    """What `step` is of such a backend: one step alone, greedy, for its logits. Raises as `launch` and `collect`."""
+    feed = np.full(len(inputs.input_ids), -1, np.int32)
+    backend.launch(inputs, SamplingInputs.greedy(len(inputs.logits_indices)), feed, logits=True)
+    logits = backend.collect().logits
+    assert logits is not None
+    return logits
+
+
 class InferBackend(Protocol):
     """Runs models without a KV cache."""
 

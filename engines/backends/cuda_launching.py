@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.base import MOST_IN_FLIGHT, Int32Array, SamplingInputs, StepInputs, StepResult
+from engines.backends.base import MOST_IN_FLIGHT, Int32Array, SamplingInputs, StepInputs, StepResult, launched_step
 from engines.backends.cuda_decoder import CudaDecoder
 from engines.backends.cuda_memory import PinnedMemory
 from engines.backends.cuda_session import MOST_ROWS
@@ -73,8 +73,4 @@ class LaunchingCudaDecoder(CudaDecoder):
 
     def step(self, inputs: StepInputs) -> NDArray[np.float32]:
         """Run one step and update the caches in place. Returns logits [rows, vocabulary], owned by the caller."""
-        feed = np.full(len(inputs.input_ids), -1, np.int32)
-        self.launch(inputs, SamplingInputs.greedy(len(inputs.logits_indices)), feed, logits=True)
-        logits = self.collect().logits
-        assert logits is not None
-        return logits
+        return launched_step(self, inputs)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +28,15 @@ class Array:
     shape: tuple[int, ...]
     dtype: str = "int32"
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes."""
-        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    @property
+    def room(self) -> int:
+        """Bytes up to where the next array may begin."""
+        return -(-self.size // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -44,13 +50,13 @@ class Layout:
         places, place = {}, 0
         for name, array in self.arrays.items():
             places[name] = place
-            place += -(-array.size // _ALIGNMENT) * _ALIGNMENT
+            place += array.room
         return places
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes of the whole area."""
-        return sum(-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in self.arrays.values())
+        return sum(array.room for array in self.arrays.values())
 
     def views(self, area: NDArray[np.uint8]) -> dict[str, NDArray]:
         """The arrays in an area of host memory."""

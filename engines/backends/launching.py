@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.base import MOST_IN_FLIGHT, Int32Array, SamplingInputs, StepInputs, StepResult
+from engines.backends.base import MOST_IN_FLIGHT, Int32Array, SamplingInputs, StepInputs, StepResult, launched_step
 from engines.backends.onnxruntime import OnnxRuntimeDecoder
 from plugins.sampling.schema import FEED, NO_TOKEN, PREVIOUS_TOKENS, TOKENS
 
@@ -39,11 +39,7 @@ class LaunchingDecoder(OnnxRuntimeDecoder):
         return self._launched.popleft().result()
 
     def step(self, inputs: StepInputs) -> NDArray[np.float32]:
-        sampling = SamplingInputs.greedy(len(inputs.logits_indices))
-        self.launch(inputs, sampling, _no_tokens(len(inputs.input_ids)), logits=True)
-        logits = self.collect().logits
-        assert logits is not None
-        return logits
+        return launched_step(self, inputs)
 
     def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
         self._thread.submit(super().move_blocks, moves).result()
