@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from engines.backends.base import StepInputs
 from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.manifest import MemoryPhase, MemoryRecord, TensorRecord
+from engines.runtime.batch import Chunk
 from engines.runtime.opening import default_kv_blocks
 from engines.runtime.packing import step_inputs_from_batch
-from engines.runtime.scheduler import Chunk, SchedulerConfig
+from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.sequence import Sequence as TokenSequence
 from engines.runtime.sequence import blocks_for
 from passes.onnx_model import DecoderSpec, external_files, load_structure

@@ -20,8 +20,8 @@ from ort_profile import operator_micros
 
 from engines.backends.onnxruntime import OnnxRuntimeDecoder
 from engines.bundle import EngineBundle, open_bundle
+from engines.runtime.batch import Chunk
 from engines.runtime.packing import step_inputs_from_batch
-from engines.runtime.scheduler import Chunk
 from engines.runtime.sequence import Sequence, blocks_for
 
 WORKLOADS = {

@@ -31,8 +31,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from engines.runtime.batch import Batch as Batch
-from engines.runtime.batch import Chunk as Chunk
+from engines.runtime.batch import Batch, Chunk
 from engines.runtime.block_pool import BlockHash
 from engines.runtime.kv_cache import KvCache
 from engines.runtime.launched import LaunchedSteps, StepLoad, load_of_batch

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.backends.base import DecoderBackend
+from engines.runtime.batch import Chunk
 from engines.runtime.packing import step_inputs_from_batch
-from engines.runtime.scheduler import Chunk
 from engines.runtime.sequence import Sequence as RunningSequence
 from engines.runtime.sequence import blocks_for
 from plugins.errors import KilnError

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from engines.backends.onnxruntime import CPU, OnnxRuntimeDecoder, ort_message, session_from_file
 from engines.backends.probes import PREFIX, graph_with_probes
+from engines.runtime.batch import Chunk
 from engines.runtime.packing import step_inputs_from_batch
-from engines.runtime.scheduler import Chunk
 from engines.runtime.sequence import Sequence as RunningSequence
 from engines.runtime.sequence import blocks_for
 from passes.graph import graph_from_path
