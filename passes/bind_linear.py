@@ -33,7 +33,7 @@ from passes.pattern import (
     values_of,
 )
 from passes.precision_islands import LOW_TYPES
-from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
+from plugins.dense.schema import KERNEL_ROWS, LINEAR, LINEAR_SWIGLU
 
 _ITEMSIZE = 2
 _TILE = 256
@@ -48,8 +48,8 @@ class BindLinear:
     effect = Effect.REORDERS
 
     def __init__(self, rows: int = 0) -> None:
-        if not 0 <= rows <= 32:
-            raise ValueError(f"rows is {rows}; expected 0 to 32")
+        if not 0 <= rows <= KERNEL_ROWS:
+            raise ValueError(f"rows is {rows}; expected 0 to {KERNEL_ROWS}")
         self.rows = rows
 
     def call(self, graph: gs.Graph) -> Outcome:

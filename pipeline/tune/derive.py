@@ -20,8 +20,8 @@ from passes.manager import link_or_copy
 from passes.onnx_model import DECODER_METADATA, DecoderSpec, load_structure
 from pipeline.check import check_against_parent
 from pipeline.compare.onnx_subject import bound_graph
-from pipeline.tune.device import write_graph_with_kernel_rows
 from plugins.build import cpu_library
+from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import OP_TYPE
 
@@ -131,6 +131,29 @@ def _with_block_size(parent: EngineBundle, folder: Path, block_size: int) -> Man
             "checks": (*manifest.checks, check),
         }
     )
+
+
+def has_products(engine: Path) -> bool:
+    """Whether a graph has products whose kernel can be chosen."""
+    return any(_is_product(node) for node in load_structure(engine).graph.node)
+
+
+def write_graph_with_kernel_rows(source: Path, target: Path, rows: int) -> None:
+    """Copy a serving graph, without its external weights, with another `kernel_rows` for its products."""
+    import onnx
+
+    proto = load_structure(source)
+    for node in proto.graph.node:
+        if _is_product(node):
+            kept = [attribute for attribute in node.attribute if attribute.name != "kernel_rows"]
+            del node.attribute[:]
+            node.attribute.extend([*kept, onnx.helper.make_attribute("kernel_rows", rows)])
+    target.write_bytes(proto.SerializeToString(deterministic=True))
+
+
+def _is_product(node: object) -> bool:
+    domain, kind = node.domain, node.op_type  # type: ignore[attr-defined]
+    return domain == LINEAR.domain and kind in (LINEAR.op_type, LINEAR_SWIGLU.op_type)
 
 
 def write_graph_with_block_size(source: Path, target: Path, decoder: DecoderSpec) -> None:

@@ -10,6 +10,7 @@
 import statistics
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,23 +24,61 @@ from engines.manifest import CheckRecord
 from engines.runtime.opening import check_plugins, decoder_backend
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.sequence import blocks_for
-from passes.onnx_model import load_structure, onnx_model_from_path
+from passes.onnx_model import onnx_model_from_path
 from pipeline.check import verdict
 from pipeline.expected import expected_from_file
 from pipeline.gpu_build import runnable
+from pipeline.progress import Progress
+from pipeline.tune.derive import derive_bundle, has_products
 from pipeline.verify import errors_between, generated_inputs, run_plain
 from plugins.cuda_runtime import PROVIDER as CUDA
 from plugins.cuda_runtime import CudaRuntime
-from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
+from plugins.dense.schema import KERNEL_ROWS
 from plugins.errors import KilnError
 
-KERNEL_ROWS = 32
-"""The most that Kiln's own products take."""
 CONTEXT = 512
 """Tokens of every sequence whose step is timed."""
 _GAIN = 0.02
 """A smaller batch is to save so much of the next larger one's time: less is noise."""
 _REPETITIONS, _STEPS = 5, 12
+
+
+@dataclass(frozen=True)
+class DeviceFindings:
+    """Of one engine. `kernel_rows`: None where the graph has no product whose kernel can be chosen."""
+
+    verified: CheckRecord
+    decode_steps: Mapping[int, float]
+    """Seconds of the captured steps that pay, by batch size; empty for a model without a KV cache."""
+    kernel_rows: int | None = None
+
+    @property
+    def sentence(self) -> str:
+        shown = ", ".join(f"{size}: {1000 * value:.2f}" for size, value in self.decode_steps.items())
+        rows = "" if self.kernel_rows is None else f"; products of up to {self.kernel_rows} rows take Kiln's kernels"
+        return f"Captured decode steps, ms by batch size: {shown}{rows}."
+
+
+def measured_on_device(bundle: EngineBundle, most: int, folder: Path, progress: Progress) -> DeviceFindings:
+    """Ask this machine's GPU, with batches of up to `most`; a variant lies in `folder` meanwhile.
+
+    Raises KilnError for an engine that is wrong there.
+    """
+    verified = verify_on_device(bundle)
+    progress.note(f"{verified.name}: {verified.sentence()}")
+    if bundle.manifest.decoder is None:
+        return DeviceFindings(verified, {})
+    seconds, kernel_rows = step_seconds(bundle, most), None
+    if has_products(bundle.engine_path):
+        variant = derive_bundle(bundle, folder / "kernels" / "bundle", kernel_rows=KERNEL_ROWS)
+        own = step_seconds(variant, most)
+        kernel_rows = kernel_rows_from(seconds, own)
+        seconds = {size: own[size] if size <= kernel_rows else seconds[size] for size in seconds}
+        if kernel_rows:
+            verified = verify_on_device(variant)
+    found = DeviceFindings(verified, ladder_from(seconds), kernel_rows)
+    progress.note(found.sentence)
+    return found
 
 
 def is_for_cuda(bundle: EngineBundle) -> bool:
@@ -109,29 +148,6 @@ def kernel_rows_from(cublas: Mapping[int, float], own: Mapping[int, float]) -> i
             break
         found = size
     return found
-
-
-def has_products(engine: Path) -> bool:
-    """Whether a graph has products whose kernel can be chosen."""
-    return any(_is_product(node) for node in load_structure(engine).graph.node)
-
-
-def write_graph_with_kernel_rows(source: Path, target: Path, rows: int) -> None:
-    """Copy a serving graph, without its external weights, with another `kernel_rows` for its products."""
-    import onnx
-
-    proto = load_structure(source)
-    for node in proto.graph.node:
-        if _is_product(node):
-            kept = [attribute for attribute in node.attribute if attribute.name != "kernel_rows"]
-            del node.attribute[:]
-            node.attribute.extend([*kept, onnx.helper.make_attribute("kernel_rows", rows)])
-    target.write_bytes(proto.SerializeToString(deterministic=True))
-
-
-def _is_product(node: object) -> bool:
-    domain, kind = node.domain, node.op_type  # type: ignore[attr-defined]
-    return domain == LINEAR.domain and kind in (LINEAR.op_type, LINEAR_SWIGLU.op_type)
 
 
 def _backend(bundle: EngineBundle, running: int, tokens: int) -> CudaDecoder:

@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from numpy.typing import NDArray
 
 from engines.bundle import EngineBundle, open_bundle, refuse_unusable_target, temporary_sibling
-from engines.manifest import CheckRecord, ServingMeasurement, ServingRecord
+from engines.manifest import ServingMeasurement, ServingRecord
 from engines.runtime.engine import Engine
 from engines.runtime.opening import default_config
 from engines.runtime.scheduler import SchedulerConfig
@@ -21,14 +21,10 @@ from pipeline.progress import Progress
 from pipeline.tune.config import TuneConfig, sizes_for
 from pipeline.tune.derive import derive_bundle
 from pipeline.tune.device import (
-    KERNEL_ROWS,
+    DeviceFindings,
     device_name,
-    has_products,
     is_for_cuda,
-    kernel_rows_from,
-    ladder_from,
-    step_seconds,
-    verify_on_device,
+    measured_on_device,
 )
 from pipeline.tune.measure import DecoderMeasure, plain_sample
 from pipeline.tune.search import (
@@ -64,10 +60,8 @@ class Tuning:
     """Those of the sweep over batch sizes, ascending."""
     chosen: Point
     remarks: tuple[str, ...]
-    verified: CheckRecord | None = None
+    device: DeviceFindings | None = None
     """Of an engine on a GPU."""
-    decode_steps: dict[int, float] = field(default_factory=dict)
-    kernel_rows: int | None = None
 
     def efficiency(self, point: Point) -> float:
         return efficiency(point, single_of(self.batch_points))
@@ -91,7 +85,7 @@ class Tuning:
             tokens_per_step=setting.tokens_per_step,
             kv_blocks=_kv_blocks(self.bundle, self.config, setting),
             max_batch=None if is_decoder else setting.batch,
-            decode_steps=self.decode_steps,
+            decode_steps={} if self.device is None else dict(self.device.decode_steps),
             objective=self.config.objective,
             slo=self.config.limits,
             knee=self.knee,
@@ -124,9 +118,9 @@ class Tuning:
             self.bundle,
             path,
             block_size=size,
-            kernel_rows=self.kernel_rows,
+            kernel_rows=None if self.device is None else self.device.kernel_rows,
             serving=self.serving_record(),
-            verified=self.verified,
+            verified=None if self.device is None else self.device.verified,
         )
 
 
@@ -141,7 +135,7 @@ def tune(path: Path, out: Path, trace: Trace, workload: str, config: TuneConfig,
     search = _Search(bundle, config, progress)
     if is_for_cuda(bundle):
         with temporary_sibling(out) as folder:
-            search.device(folder)
+            search.on_device(folder)
     if bundle.manifest.decoder is None:
         if config.slo.limits:
             raise KilnError(f"{bundle.manifest.name} generates no tokens; limit its --slo-latency")
@@ -164,9 +158,7 @@ def tune(path: Path, out: Path, trace: Trace, workload: str, config: TuneConfig,
         batch_points=tuple(search.batch_points),
         chosen=search.chosen,
         remarks=tuple(search.remarks),
-        verified=search.verified,
-        decode_steps=search.decode_steps,
-        kernel_rows=search.kernel_rows,
+        device=search.device,
     )
 
 
@@ -182,9 +174,7 @@ class _Search:
         self.batch_points: list[Point] = []
         self.chosen: Point | None = None
         self.remarks: list[str] = []
-        self.verified: CheckRecord | None = None
-        self.decode_steps: dict[int, float] = {}
-        self.kernel_rows: int | None = None
+        self.device: DeviceFindings | None = None
         self._bundle = bundle
         self._config, self._sizes = config, sizes_for(config, is_for_cuda(bundle))
         self._progress = progress
@@ -193,26 +183,11 @@ class _Search:
     def elapsed(self) -> float:
         return time.monotonic() - self._start
 
-    def device(self, folder: Path) -> None:
+    def on_device(self, folder: Path) -> None:
         """What only the GPU can tell: is the engine right there, with which kernels, and which steps are captured."""
-        most = self._sizes.max_batch
-        self.verified = verify_on_device(self._bundle)
-        self._progress.note(f"{self.verified.name}: {self.verified.sentence()}")
-        if self._bundle.manifest.decoder is None:
-            return
-        seconds = step_seconds(self._bundle, most)
-        if has_products(self._bundle.engine_path):
-            variant = derive_bundle(self._bundle, folder / "kernels" / "bundle", kernel_rows=KERNEL_ROWS)
-            own = step_seconds(variant, most)
-            self.kernel_rows = kernel_rows_from(seconds, own)
-            seconds = {size: own[size] if size <= self.kernel_rows else seconds[size] for size in seconds}
-            if self.kernel_rows:
-                self.verified = verify_on_device(variant)
-        self.decode_steps = ladder_from(seconds)
-        shown = ", ".join(f"{size}: {1000 * value:.2f}" for size, value in self.decode_steps.items())
-        rows = "" if self.kernel_rows is None else f"; products of up to {self.kernel_rows} rows take Kiln's kernels"
-        self.remarks.append(f"Captured decode steps, ms by batch size: {shown}{rows}.")
-        self._progress.note(self.remarks[-1])
+        self.device = measured_on_device(self._bundle, self._sizes.max_batch, folder, self._progress)
+        if self.device.decode_steps:
+            self.remarks.append(self.device.sentence)
 
     def plain(self) -> str:
         """Batch sizes of a model without a KV cache; returns the workload in words."""

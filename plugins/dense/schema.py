@@ -20,6 +20,9 @@ from plugins.spec import OperatorSpec, TensorSpec
 
 _HALF = ("float16", "bfloat16")
 
+KERNEL_ROWS = 32
+"""The most that Kiln's own kernels take: kLinearRows of cuda.h."""
+
 LINEAR = OperatorSpec(
     "Linear",
     inputs=(

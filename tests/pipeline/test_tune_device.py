@@ -15,7 +15,8 @@ from passes.onnx_model import load_structure, onnx_model_from_path
 from pipeline.expected import EXPECTED, expected_from_graph
 from pipeline.progress import Progress
 from pipeline.tune import TuneConfig, tune
-from pipeline.tune.device import kernel_rows_from, ladder_from, write_graph_with_kernel_rows
+from pipeline.tune.derive import write_graph_with_kernel_rows
+from pipeline.tune.device import kernel_rows_from, ladder_from
 from plugins.cuda_runtime import PROVIDER
 from plugins.errors import KilnError
 from tests.engines.host_runtime import HostRuntime
