@@ -20,8 +20,6 @@ SENSITIVE = "*.down_proj"
 """What enters these has outliers in a few tokens: one range for all of them leaves the other tokens few steps.
 Keeping as many of the layers that add most noise relative to their own output, which are others, helps little (SmolLM2,
 28 of 151 layers kept, KL divergence: 0.11 so, 0.015 with these)."""
-LIKE_QUALITY = 57
-"""Of 64 prompts, those whose first token is FP32's, where speed is compared at like quality."""
 _GATE_TOKENS = 256
 """Of the gate's continuations: `--gate-tokens`."""
 
@@ -84,12 +82,8 @@ def _calibrates(config: QuantizeConfig) -> bool:
     return config.quant == "w8a8" or config.smooth == "search"
 
 
-def maker_of(name: str, spec: str, setting: Setting) -> Maker:
-    return Maker(spec, setting.folder / f"{name}-bundles", setting.threads, setting.progress, setting.gate)
-
-
 def opened(name: str, spec: str, setting: Setting) -> Decoder:
-    maker = maker_of(name, spec, setting)
+    maker = setting.maker(name, spec)
     context = maker.parent.manifest.decoder.max_context
     material = material_from_corpora(setting.corpora, maker.tokenizer, context, setting.quick)
     with setting.progress.stage("FP32's logits"):

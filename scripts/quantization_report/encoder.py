@@ -14,7 +14,7 @@ from pipeline.gate.plain import PlainFigures, measure_samples, measure_task
 from pipeline.quantize.config import QuantizeConfig
 from plugins.errors import KilnError
 from quantization_report.findings import Findings, Verdict, at_least, at_most
-from quantization_report.plain import gain, maker_for, milliseconds, size_and_gate, times_of, with_times
+from quantization_report.plain import gain, milliseconds, size_and_gate, times_of, with_times
 from quantization_report.setting import Setting
 
 TASK = 0.01
@@ -34,7 +34,7 @@ _LONGEST = 128
 
 
 def minilm(setting: Setting) -> list[Findings]:
-    maker = maker_for("minilm", "minilm", setting)
+    maker = setting.maker("minilm", "minilm")
     tokenizer = maker.tokenizer
     assert tokenizer is not None
     texts, task = _texts(setting, tokenizer), _task(setting, tokenizer)

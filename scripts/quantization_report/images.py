@@ -12,7 +12,6 @@ from quantization_report.plain import (
     cosines_of,
     gain,
     infer,
-    maker_for,
     milliseconds,
     search_of,
     size_and_gate,
@@ -29,7 +28,7 @@ _CROPS = 5
 def efficientnet(setting: Setting) -> list[Findings]:
     """Calibrated on pictures that it is not judged on."""
     images, labels = material.photographs()
-    maker = maker_for("efficientnet-lite0", "efficientnet-lite0", setting)
+    maker = setting.maker("efficientnet-lite0", "efficientnet-lite0")
     data = setting.folder / "pictures.npz"
     np.savez(data, inputs=_pictures(setting))
     made = {"w8a8": maker.make("w8a8", QuantizeConfig("w8a8", specs=(str(data),), search=search_of(setting)))}

@@ -16,7 +16,7 @@ from pipeline.verify import Feeds
 from plugins.errors import KilnError
 from quantization_report.bundles import Made, Maker
 from quantization_report.findings import Findings, Verdict, at_least
-from quantization_report.plain import gain, maker_for, milliseconds, search_of, size_and_gate, times_of, with_times
+from quantization_report.plain import gain, milliseconds, search_of, size_and_gate, times_of, with_times
 from quantization_report.setting import Setting
 
 TEXT = 0.3
@@ -79,7 +79,7 @@ def _read(reader: _Reader, setting: Setting) -> tuple[list[tuple[str, ...]], lis
         np.savez(calibration / f"{number:02}.npz", x=values)
     inputs = folder / "inputs.npz"
     np.savez(inputs, **reader.inputs()[0])
-    maker = maker_for(reader.name, str(_converted(ocr_model(reader.file)(folder), folder)), setting, inputs)
+    maker = setting.maker(reader.name, str(_converted(ocr_model(reader.file)(folder), folder)), inputs)
     ranges = CalibrationConfig(ranges=RangeConfig(reader.method))
     config = QuantizeConfig("w8a8", specs=(str(calibration),), calibration=ranges, search=search_of(setting))
     try:

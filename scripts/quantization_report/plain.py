@@ -1,4 +1,4 @@
-"""What the parts on models without a KV cache share: making bundles, running them, timing them in turn, table cells."""
+"""What the parts on models without a KV cache share: running bundles, timing them in turn, table cells."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,10 +12,6 @@ from pipeline.verify import Feeds
 from quantization_report.bundles import Made, Maker, weight_bytes
 from quantization_report.findings import gate_in_words
 from quantization_report.setting import Setting
-
-
-def maker_for(name: str, spec: str, setting: Setting, inputs: Path | None = None) -> Maker:
-    return Maker(spec, setting.folder / f"{name}-bundles", setting.threads, setting.progress, setting.gate, inputs)
 
 
 def search_of(setting: Setting) -> str:

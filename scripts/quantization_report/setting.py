@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.progress import Progress
+from quantization_report.bundles import Maker
 from quantization_report.corpora import Corpora
 
 
@@ -23,6 +24,10 @@ class Setting:
     only: tuple[str, ...] = ()
     peers: Path | None = None
     """Folder of results of other stacks, as ../shared/anchors/cpu/run_all.py writes it."""
+
+    def maker(self, name: str, spec: str, inputs: Path | None = None) -> Maker:
+        """Of the bundles of one model."""
+        return Maker(spec, self.folder / f"{name}-bundles", self.threads, self.progress, self.gate, inputs)
 
     def wants(self, variant: str) -> bool:
         return not self.only or variant in self.only

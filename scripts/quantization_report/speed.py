@@ -19,8 +19,7 @@ from engines.runtime.scheduler import SchedulerConfig
 from pipeline.bench import BenchConfig, bench
 from pipeline.floors import DecoderWork, decoder_work_from_graph
 from plugins.measure import fp32_peak, read_bandwidth
-from quantization_report.bundles import Made
-from quantization_report.decoder import LIKE_QUALITY, VARIANTS, maker_of
+from quantization_report.decoder import VARIANTS
 from quantization_report.findings import Findings, Verdict
 from quantization_report.peers import Anchor, Peer, anchor_from_folder, peers_from_folder
 from quantization_report.setting import Setting
@@ -29,6 +28,8 @@ PREFILL, CONTEXT = (512, 2048), 512
 REQUESTS, PROMPT, SHARED, ANSWER = 16, 256, 128, 64
 STEP = 512
 """Tokens of a step with many requests, which are in the lane whose steps are not kept short for others' sake."""
+LIKE_QUALITY = 57
+"""Of 64 prompts, those whose first token is FP32's, where speed is compared at like quality."""
 DECODED = 128
 """Tokens that are decoded after a prompt of CONTEXT tokens."""
 VNNI = 4
@@ -57,19 +58,20 @@ class Rates:
 
 def speed(name: str, spec: str, setting: Setting) -> Findings:
     """Makes the bundles of the variants that are timed; whether the gate passes them is the accuracy's part."""
-    maker = replace(maker_of(name, spec, setting), asks_gate=False)
-    made: dict[str, Made | None] = {"FP32": None}
+    maker = replace(setting.maker(name, spec), asks_gate=False)
+    bundles = {"FP32": (maker.parent, 0.0)}
     for variant in VARIANTS:
         if variant.timed and setting.wants(variant.name):
-            made[variant.name] = maker.make(variant.name, variant.config)
+            made = maker.make(variant.name, variant.config)
+            bundles[variant.name] = made.bundle, made.integer_products
     work = decoder_work_from_graph(maker.parent.engine_path, maker.parent.manifest.decoder)
     peak, bandwidth = fp32_peak(setting.threads), read_bandwidth(threads=setting.threads)
     peers = peers_from_folder(setting.peers) if setting.peers else ()
     anchor = anchor_from_folder(setting.peers) if setting.peers else None
     rates = {}
-    for variant, item in made.items():
-        bundle, integers = (maker.parent, 0.0) if item is None else (item.bundle, item.integer_products)
-        ceiling = _Ceiling(work, bundle, peak, bandwidth, integers)
+    for variant, (bundle, integers) in bundles.items():
+        own = decoder_work_from_graph(bundle.engine_path, bundle.manifest.decoder)
+        ceiling = _Ceiling(work, own, peak, bandwidth, integers)
         rates[variant] = _rates(variant, bundle, ceiling, setting, anchor)
     rows = [
         (variant, *(_cell(found, workload) for workload in WORKLOADS), _count(found.equal))
@@ -95,10 +97,13 @@ def speed(name: str, spec: str, setting: Setting) -> Findings:
 
 @dataclass(frozen=True)
 class _Ceiling:
-    """What a bundle's workloads could reach. `integers`: the share of its products that are of integers."""
+    """What a bundle's workloads could reach: operations are the float graph's, bytes those of its own graph, `work`.
+
+    `integers`: the share of its products that are of integers.
+    """
 
     float_work: DecoderWork
-    bundle: EngineBundle
+    work: DecoderWork
     peak: float
     bandwidth: float
     integers: float
@@ -107,11 +112,6 @@ class _Ceiling:
     def rate(self) -> float:
         """Operations/s of all products and attention, as if all of them were of the scheme's kind."""
         return self.peak * (VNNI if self.integers > 0.5 else 1)
-
-    @property
-    def work(self) -> DecoderWork:
-        """Bytes of the bundle's own graph; operations are the float graph's."""
-        return decoder_work_from_graph(self.bundle.engine_path, self.bundle.manifest.decoder)
 
     def prefill(self, tokens: int) -> float:
         return tokens / max(
