@@ -1,6 +1,5 @@
 """A real TensorRT builder, without a GPU, on small networks: what it takes, what must fail, and what it computes in."""
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -17,25 +16,12 @@ from passes.graph import graph_from_path
 from passes.onnx_model import OnnxModel, onnx_model_from_path
 from passes.quantization.tensorrt_placement import placement_faults
 from plugins.errors import KilnError
+from tests.passes import test_tensorrt_placement as rules
 
 pytestmark = pytest.mark.slow
 make = helper.make_node
 DEFAULT = TensorRtOptions()
 BATCH = Profile("batch", {"n": Sizes(1, 2, 4)})
-
-
-def rules():
-    """The networks of the rules' own tests."""
-    path = Path(__file__).parents[2] / "passes" / "test_tensorrt_placement.py"
-    spec = importlib.util.spec_from_file_location("placement_rules", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-RULES = rules()
 
 
 def saved(proto: onnx.ModelProto, folder: Path, **external: object) -> OnnxModel:
@@ -163,9 +149,9 @@ def test_types_that_differ_are_named_with_the_layer(builder, tmp_path: Path) -> 
         built(model, tmp_path, DEFAULT, profile)
 
 
-@pytest.mark.parametrize("name", RULES.RIGHT)
+@pytest.mark.parametrize("name", rules.RIGHT)
 def test_right_places_of_q_and_d_are_computed_in_8_bits(builder, tmp_path: Path, name: str) -> None:
-    model = saved(RULES.model(*RULES.RIGHT[name]), tmp_path)
+    model = saved(rules.model(*rules.RIGHT[name]), tmp_path)
     products = [node.name for node in graph_from_path(model.path).nodes if node.op == "Conv"]
     plan = built(model, tmp_path)
     expected = products if name == "no Q and D at all" else []
@@ -183,7 +169,7 @@ REFUSED = {"has a zero point": "x_q", "keeps a bias in int32": "bi_d"}
 
 @pytest.mark.parametrize("name", FLOAT)
 def test_a_product_is_computed_in_float_because_it(builder, tmp_path: Path, name: str) -> None:
-    model = saved(RULES.model(*RULES.WRONG[name][0]), tmp_path)
+    model = saved(rules.model(*rules.WRONG[name][0]), tmp_path)
     assert float_products(built(model, tmp_path).layers, ["conv1"]) == FLOAT[name]
     assert [fault.node for fault in placement_faults(graph_from_path(model.path))] == FLOAT[name]
 
@@ -191,12 +177,12 @@ def test_a_product_is_computed_in_float_because_it(builder, tmp_path: Path, name
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_parser_refuses_what(builder, tmp_path: Path, name: str) -> None:
     with pytest.raises(KilnError, match=REFUSED[name]):
-        built(saved(RULES.model(*RULES.WRONG[name][0]), tmp_path), tmp_path)
+        built(saved(rules.model(*rules.WRONG[name][0]), tmp_path), tmp_path)
 
 
 def test_uint8_is_read_as_int8_without_an_error(builder, tmp_path: Path) -> None:
     """Why the rules refuse it: half of its values would be clipped and nobody told."""
-    plan = built(saved(RULES.model(*RULES.WRONG["stores uint8"][0]), tmp_path), tmp_path)
+    plan = built(saved(rules.model(*rules.WRONG["stores uint8"][0]), tmp_path), tmp_path)
     assert any("UINT8" in warning and "Defaulting to INT8" in warning for warning in plan.warnings)
 
 

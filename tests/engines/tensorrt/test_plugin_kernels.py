@@ -15,8 +15,11 @@ from plugins.abi import abi_hash
 from plugins.paged_attention.reference import Attributes, Inputs
 from plugins.paged_attention.schema import INPUTS
 from plugins.paged_attention.tensorrt_plugin import LAYERS, SCRATCH, Fields, Kernels, Numbers
+from tests.plugins.conftest import Case, Sequence
+from tests.plugins.cuda_operands import after, check_caches, check_output, expected_output, of_type, on_device
+from tests.plugins.cuda_tensors import torch
+from tests.plugins.test_cuda_attention import CASE
 
-torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -70,10 +73,8 @@ def fields_of(attributes: Attributes) -> Fields:
     )
 
 
-def check(case, dtype: str) -> None:
-    from tests.plugins.cuda_operands import check_caches, check_output, of_type, on_device, on_host
-    from tests.plugins.test_cuda_attention import expected_output
-
+def check(case: Case, dtype: str) -> None:
+    """As `tests.plugins.cuda_operands.check`, of the kernels that are launched alone."""
     inputs: Inputs = of_type(case, dtype)
     operands = on_device(inputs)
     major, minor = torch.cuda.get_device_capability()
@@ -88,24 +89,13 @@ def check(case, dtype: str) -> None:
     torch.cuda.synchronize()
     assert not tensors[SCRATCH][: kernels.counters].any(), "counters are left as they were found"
     check_caches(inputs, operands, case.attributes)
-    after = replace(
-        inputs,
-        key_cache=on_host(operands.key_cache, inputs.key_cache),
-        value_cache=on_host(operands.value_cache, inputs.value_cache),
-    )
-    check_output(output, expected_output(after, case.attributes, dtype), dtype)
-
-
-def case_of(**changes):
-    from tests.plugins.test_cuda_attention import CASE
-
-    return replace(CASE, **changes)
+    check_output(output, expected_output(after(inputs, operands), case.attributes, dtype), dtype)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_head_size(dtype: str, head_dim: int) -> None:
-    check(case_of(head_dim=head_dim, rotary_dim=head_dim), dtype)
+    check(replace(CASE, head_dim=head_dim, rotary_dim=head_dim), dtype)
 
 
 @pytest.mark.parametrize(
@@ -120,14 +110,13 @@ def test_every_head_size(dtype: str, head_dim: int) -> None:
 )
 def test_options(heads, block_size, window, softcap, rotary_dim, interleaved, do_rotary) -> None:
     attributes = Attributes(*heads, 0.0, softcap, window, do_rotary, interleaved)
-    check(case_of(attributes=attributes, block_size=block_size, rotary_dim=rotary_dim, seed=block_size), "float16")
+    case = replace(CASE, attributes=attributes, block_size=block_size, rotary_dim=rotary_dim, seed=block_size)
+    check(case, "float16")
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_decode_steps_of_many_sequences(seed: int) -> None:
-    from tests.plugins.conftest import Sequence
-
     rng = np.random.default_rng(seed)
     sequences = tuple(Sequence(1, int(past)) for past in rng.integers(0, 2000, int(rng.integers(1, 33))))
     attributes = Attributes(num_heads=9, kv_num_heads=3, do_rotary=1)
-    check(case_of(seed=seed, sequences=sequences, attributes=attributes, head_dim=64, rotary_dim=64), "float16")
+    check(replace(CASE, seed=seed, sequences=sequences, attributes=attributes, head_dim=64, rotary_dim=64), "float16")

