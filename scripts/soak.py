@@ -11,8 +11,6 @@ request has no outcome or a wrong one, a block is not home, or memory grows sure
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -20,7 +18,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from soaking.device import MOST_GROWTH, soak_device_memory
-from soaking.in_process import EngineSoak
+from soaking.in_process import EngineSoak, settled
 from soaking.memory import Growth, MemoryWatch
 from soaking.outcomes import Outcomes
 from soaking.over_http import HttpSoak, Server
@@ -31,7 +29,6 @@ GROWTH_LIMIT = 4.0
 """MiB an hour; a soak fails when that more is lost is sure,"""
 SETTLING = 3.0
 """and when it is more than so many MiB in all: allocators take that long after every warm-up."""
-SETTLE_SECONDS = 60
 
 
 def soak_engine(bundle: Path, seconds: float, seed: int, kv_blocks: int | None) -> dict[str, object]:
@@ -69,7 +66,7 @@ def soak_http(bundle: Path, seconds: float, seed: int, kv_blocks: int | None) ->
 
 def soak_device(bundle: Path, seconds: float, seed: int, kv_blocks: int | None) -> dict[str, object]:
     outcomes = Outcomes()
-    found = soak_device_memory(bundle, outcomes, seconds, seed, kv_blocks, settled)
+    found = soak_device_memory(bundle, outcomes, seconds, seed, kv_blocks)
     problems = []
     if found.growth > MOST_GROWTH:
         problems.append(f"device memory grows by {found.growth:.1f} MiB, more than {MOST_GROWTH:g}")
@@ -78,14 +75,6 @@ def soak_device(bundle: Path, seconds: float, seed: int, kv_blocks: int | None) 
     for state, values in (("open", found.opened), ("closed", found.closed)):
         print(f"device memory in use with the engine {state}, MiB: {', '.join(f'{value:.1f}' for value in values)}")
     return report("on the device", outcomes, problems, found.away, found.preemptions) | {"device": vars(found)}
-
-
-def settled(away: Callable[[], int]) -> int:
-    """Blocks that are not home a while after the last request: those of clients that left are found out soon."""
-    end = time.monotonic() + SETTLE_SECONDS
-    while (left := away()) and time.monotonic() < end:
-        time.sleep(0.1)
-    return left
 
 
 def growth_problems(growth: Growth) -> list[str]:

@@ -7,12 +7,11 @@ drafted tokens, whose steps are queued ahead, alternate with rounds that have th
 
 import random
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from plugins.cuda_runtime import CudaRuntime, OutOfDeviceMemoryError
-from soaking.in_process import EngineSoak
+from soaking.in_process import EngineSoak, settled
 from soaking.outcomes import Outcomes
 
 ROUND_SECONDS = 60.0
@@ -43,7 +42,7 @@ class DeviceSoak:
 
 
 def soak_device_memory(
-    bundle: Path, outcomes: Outcomes, seconds: float, seed: int, kv_blocks: int | None, settled: Callable[..., int]
+    bundle: Path, outcomes: Outcomes, seconds: float, seed: int, kv_blocks: int | None
 ) -> DeviceSoak:
     """At least two rounds."""
     runtime = CudaRuntime()

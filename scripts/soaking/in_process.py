@@ -4,6 +4,7 @@ several answers to a prompt, guided ones, prompts with a common beginning, nonse
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from engines.runtime.engine import Engine
@@ -17,6 +18,7 @@ THREADS = 12
 RUNNING = 8
 OUTCOME_SECONDS = 300
 """In which every request must have its outcome. Thousands of times what one takes."""
+SETTLE_SECONDS = 60
 
 
 class EngineSoak:
@@ -196,6 +198,14 @@ class EngineSoak:
             self._outcomes.end(kind, "accepted", expected=False)
             for stream in streams:
                 stream.cancel()
+
+
+def settled(away: Callable[[], int]) -> int:
+    """Blocks that are not home a while after the last request: those of clients that left are found out soon."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while (left := away()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
 
 
 def tight_blocks(bundle: Path, longest: int = 200) -> int:
