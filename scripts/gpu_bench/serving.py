@@ -8,9 +8,9 @@ import statistics
 import time
 
 import numpy as np
+from serving_bench.setting import Job
 
 from engines.runtime.engine import Engine
-from engines.runtime.request import Request, SamplingParams
 from engines.runtime.scheduler import SchedulerConfig
 from gpu_bench.limits import DeviceLimits
 from pipeline.floors import DecoderWork
@@ -29,10 +29,6 @@ def random_prompt(generator: np.random.Generator, vocabulary: int, tokens: int) 
     return tuple(generator.integers(0, vocabulary, tokens).tolist())
 
 
-def fixed_length(prompt: tuple[int, ...], output: int) -> Request:
-    return Request(prompt, SamplingParams(max_tokens=output, ignore_eos=True))
-
-
 def decode_step(engine: Engine, batch: int, prompt: int, steps: int = STEPS) -> float:
     """Seconds between two tokens of one of `batch` requests that all decode, the median of three rounds' means.
 
@@ -46,10 +42,10 @@ def _decode_round(engine: Engine, batch: int, prompt: int, steps: int, seed: int
     generator = np.random.default_rng([seed, batch])
     output = steps + 1
     others = [
-        engine.submit(fixed_length(random_prompt(generator, engine.info.vocab_size, prompt), 3 * output + batch))
+        engine.submit(Job(random_prompt(generator, engine.info.vocab_size, prompt), 3 * output + batch).request())
         for _ in range(batch - 1)
     ]
-    watched = engine.submit(fixed_length(random_prompt(generator, engine.info.vocab_size, prompt), output))
+    watched = engine.submit(Job(random_prompt(generator, engine.info.vocab_size, prompt), output).request())
     times = [time.perf_counter() for chunk in watched for _ in chunk.token_ids]
     ended = [stream for stream in others if stream.done]
     for stream in others:
@@ -65,7 +61,7 @@ def first_token(engine: Engine, prompt: int, repetitions: int = 7) -> float:
     taken = []
     for seed in range(repetitions):
         generator = np.random.default_rng([seed, prompt])
-        request = fixed_length(random_prompt(generator, engine.info.vocab_size, prompt), 1)
+        request = Job(random_prompt(generator, engine.info.vocab_size, prompt), 1).request()
         start = time.perf_counter()
         next(stream := engine.submit(request))
         taken.append(time.perf_counter() - start)
@@ -76,7 +72,7 @@ def first_token(engine: Engine, prompt: int, repetitions: int = 7) -> float:
 def serve_trace(engine: Engine, trace: Trace, seed: int = 0) -> float:
     """Seconds for all requests of a trace, asked at once."""
     requests = [
-        fixed_length(asked.token_ids(index, seed, engine.info.vocab_size), asked.output_tokens)
+        Job(asked.token_ids(index, seed, engine.info.vocab_size), asked.output_tokens).request()
         for index, asked in enumerate(trace)
     ]
     start = time.perf_counter()
