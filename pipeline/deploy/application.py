@@ -6,12 +6,12 @@ deployed again; its number of replicas follows the autoscaling policy, which the
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.deploy.bundles import BundleSource
 from pipeline.deploy.ingress import Ingress
-from pipeline.deploy.options import DeployOptions, Version, as_kwargs
+from pipeline.deploy.options import DeployOptions, Version
 from pipeline.deploy.replica import EngineReplica
 from pipeline.deploy.request_router import PATH as ROUTER
 from pipeline.deploy.rollout import Plan, Traffic
@@ -54,7 +54,7 @@ def up(options: DeployOptions, source: BundleSource) -> Version:
         )
     steward, version = start_steward(options.app), Version.of(options.app, source)
     try:
-        ray.get(steward.tell.remote(version.app, fixed_size(options)))
+        ray.get(steward.tell.remote(version.app, options.count.fixed))
         start_version(options, version, options.count.least)
         ray.get(steward.direct.remote(version.app))
         _run(_ingress(options, source), options.app, "/")
@@ -86,11 +86,6 @@ def require_answer(host: str, port: int, seconds: float = 60.0) -> str:
         time.sleep(_METRICS_SECONDS)
 
 
-def fixed_size(options: DeployOptions) -> int:
-    """Replicas that the steward insists on; 0 where the load decides."""
-    return options.count.least if options.count.least == options.count.most else 0
-
-
 def start_version(options: DeployOptions, version: Version, replicas: int) -> None:
     """Returns when `replicas` of it take requests. Raises KilnError where they do not, and then there are none."""
     try:
@@ -115,7 +110,7 @@ def prepare(options: DeployOptions, new: Version, plan: Plan) -> None:
 def settle(options: DeployOptions, keep: str, remove: str) -> None:
     """After an update: one version stays, in its usual size, the other one ends after its requests."""
     ray, steward = ray_module(), steward_of(options.app)
-    ray.get(steward.tell.remote(keep, fixed_size(options)))
+    ray.get(steward.tell.remote(keep, options.count.fixed))
     delete(remove)
     ray.get(steward.forget.remote(remove))
 
@@ -201,9 +196,9 @@ def _engines(options: DeployOptions, version: Version, replicas: int) -> Any:
         metrics_interval_s=_METRICS_SECONDS,
         look_back_period_s=_LOOK_BACK,
         upscale_delay_s=count.up_delay,
-        downscale_delay_s=count.down_delay if fixed_size(options) == 0 else 0.0,
+        downscale_delay_s=0.0 if count.fixed else count.down_delay,
         policy=config.AutoscalingPolicy(
-            policy_function=_POLICY, policy_kwargs={"least": count.least, **as_kwargs(count.targets)}
+            policy_function=_POLICY, policy_kwargs={"least": count.least, **asdict(count.targets)}
         ),
     )
     deployment = serve.deployment(
@@ -214,7 +209,7 @@ def _engines(options: DeployOptions, version: Version, replicas: int) -> Any:
         max_ongoing_requests=options.ongoing,
         max_queued_requests=options.waiting,
         request_router_config=config.RequestRouterConfig(
-            request_router_class=ROUTER, request_router_kwargs=as_kwargs(options.routing)
+            request_router_class=ROUTER, request_router_kwargs=asdict(options.routing)
         ),
         graceful_shutdown_timeout_s=options.drain,
         graceful_shutdown_wait_loop_s=0.2,

@@ -1,7 +1,7 @@
 """What a deployment is made of, as data: how engines are opened, how many there are, how the HTTP side behaves."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,11 @@ class ReplicaCount:
         for name in ("up_delay", "down_delay"):
             if getattr(self, name) < 0:
                 raise KilnError(f"{name} is {getattr(self, name)}; expected seconds, 0 or more")
+
+    @property
+    def fixed(self) -> int:
+        """The number that the steward insists on; 0 where the load decides."""
+        return self.least if self.least == self.most else 0
 
 
 @dataclass(frozen=True)
@@ -122,8 +127,3 @@ class Version:
     @classmethod
     def of(cls, app: str, source: BundleSource) -> "Version":
         return cls(f"{app}-{source.identity[:12]}", source)
-
-
-def as_kwargs(config: Any) -> dict[str, Any]:
-    """A dataclass of plain values, as keyword arguments that JSON holds."""
-    return {each.name: getattr(config, each.name) for each in fields(config)}

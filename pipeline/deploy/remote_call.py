@@ -12,7 +12,7 @@ from engines.runtime.scheduler import QueueFullError
 from engines.server.engine_link import RemoteStream
 from engines.server.served import EngineDiedError
 from pipeline.deploy.wire import Accepted, Chunks, Refused, Route
-from plugins.errors import KilnError
+from plugins.errors import KilnError, first_line
 
 
 class ReplicaLostError(EngineDiedError):
@@ -111,6 +111,5 @@ def translated(error: Exception, replica: str) -> Exception:
     if isinstance(error, RayTaskError) and not isinstance(error.cause, RayActorError):
         return RuntimeError(f"{which} failed: {error}")
     if isinstance(error, RayError | RayServeException):
-        what = str(error).strip().splitlines()
-        return ReplicaLostError(f"{which} died ({what[0] if what else type(error).__name__})", replica)
+        return ReplicaLostError(f"{which} died ({first_line(error)})", replica)
     return error

@@ -62,6 +62,11 @@ class Plan:
         return {self.old: max(1, min(self.replicas, self.replicas + self.surge - new)), self.new: new}
 
 
+def under_way(plan: Plan) -> KilnError:
+    """What whoever would begin another update is told."""
+    return KilnError(f"an update to {plan.new} is under way; wait for it, or end it: kiln deploy ray abort")
+
+
 Phase = Literal["starting", "judging", "done", "back"]
 
 

@@ -15,9 +15,8 @@ from functools import cache
 from typing import Any
 
 from pipeline.deploy.figures import Figures
-from pipeline.deploy.rollout import Phase, Plan, Rollout, Side, Traffic
+from pipeline.deploy.rollout import Phase, Plan, Rollout, Side, Traffic, under_way
 from pipeline.ray_cluster import ray_module, serve_module
-from plugins.errors import KilnError
 
 NAMESPACE, DEPLOYMENT = "kiln", "engine"
 """Ray's namespace of stewards; name of the deployment of engine replicas in each version's Serve application."""
@@ -30,11 +29,15 @@ class Report:
     """`figures` are totals since the steward started, by version, in words."""
 
     traffic: Traffic | None
-    sizes: dict[str, int]
     figures: dict[str, str]
     plan: Plan | None = None
     phase: Phase | None = None
     text: str = ""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether there is an update that has not ended."""
+        return self.phase in ("starting", "judging")
 
 
 class Steward:
@@ -65,18 +68,14 @@ class Steward:
         """Set that number."""
         self._sizes[app] = size
 
-    async def direct(self, app: str) -> Traffic:
+    async def direct(self, app: str) -> None:
         """All traffic to one version, from now on."""
-        sides = (Side(app, 1.0),)
-        self._traffic = Traffic(1, sides) if self._traffic is None else self._traffic.shared(*sides)
-        return self._traffic
+        self._share(Side(app, 1.0))
 
     async def begin(self, plan: Plan) -> None:
         """Begin an update. Raises KilnError while another one is under way."""
         if self._rollout is not None and not self._rollout.ended:
-            raise KilnError(
-                f"an update to {self._rollout.plan.new} is under way; wait for it, or end it: kiln deploy ray abort"
-            )
+            raise under_way(self._rollout.plan)
         self._rollout = Rollout(plan, time.monotonic())
         self._sizes |= self._rollout.sizes
         self._rolling = asyncio.create_task(self._roll(self._rollout))
@@ -92,7 +91,7 @@ class Steward:
 
     async def report(self) -> Report:
         figures = {app: each.sentence() for app, each in self._totals.items()}
-        found, rollout = Report(self._traffic, dict(self._sizes), figures), self._rollout
+        found, rollout = Report(self._traffic, figures), self._rollout
         return found if rollout is None else replace(found, plan=rollout.plan, phase=rollout.phase, text=rollout.text)
 
     async def forget(self, app: str) -> None:
@@ -116,7 +115,10 @@ class Steward:
         old, new = Side(plan.old, 1 - share), Side(plan.new, share)
         sides = tuple(side for side in ((new, old) if share == 1 else (old, new)) if side.share > 0)
         if self._traffic is None or self._traffic.sides != sides:
-            self._traffic = Traffic(1, sides) if self._traffic is None else self._traffic.shared(*sides)
+            self._share(*sides)
+
+    def _share(self, *sides: Side) -> None:
+        self._traffic = Traffic(1, sides) if self._traffic is None else self._traffic.shared(*sides)
 
 
 def running_replicas(app: str) -> int:

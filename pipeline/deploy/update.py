@@ -11,7 +11,7 @@ from pipeline.deploy.application import State
 from pipeline.deploy.bundles import BundleSource, ReleaseSource, registry_at
 from pipeline.deploy.figures import Limits
 from pipeline.deploy.options import Contract, DeployOptions, Version
-from pipeline.deploy.rollout import Plan
+from pipeline.deploy.rollout import Plan, under_way
 from pipeline.deploy.steward import Report
 from pipeline.progress import Progress
 from pipeline.registry.registry import Registry
@@ -47,10 +47,11 @@ def require_alike(options: DeployOptions, source: BundleSource) -> None:
 
 def unfinished(state: State, new: Version) -> bool:
     """Whether an update to a version is under way, or has ended and nobody has tidied up since."""
-    plan, phase = state.report.plan, state.report.phase
+    plan = state.report.plan
     if plan is None or plan.new != new.app:
         return False
-    return phase in ("starting", "judging") or (plan.old if phase == "done" else plan.new) in state.replicas
+    loses = plan.old if state.report.phase == "done" else plan.new
+    return state.report.under_way or loses in state.replicas
 
 
 def start(state: State, new: Version, steps: tuple[float, ...], surge: int, limits: Limits) -> None:
@@ -58,11 +59,9 @@ def start(state: State, new: Version, steps: tuple[float, ...], surge: int, limi
     options, old = state.options, state.traffic.sides[0].app
     running = options.count.least if old not in state.replicas else state.replicas[old].get("RUNNING", 0)
     plan = Plan(old, new.app, max(running, 1), steps, surge, limits)
-    if state.report.phase in ("starting", "judging"):
+    if state.report.under_way:
         assert state.report.plan is not None
-        raise KilnError(
-            f"an update to {state.report.plan.new} is under way; wait for it, or end it: kiln deploy ray abort"
-        )
+        raise under_way(state.report.plan)
     application.prepare(options, new, plan)
     application.begin(options.app, plan)
 
