@@ -75,14 +75,19 @@ def file_records(folder: Path) -> dict[str, FileRecord]:
 def open_bundle(path: Path) -> EngineBundle:
     """Verify a bundle completely, for use on this machine. Raises BundleError naming what is wrong."""
     bundle = verify_bundle(path)
-    manifest = bundle.manifest
+    require_runs_here(bundle)
+    return bundle
+
+
+def require_runs_here(bundle: EngineBundle) -> None:
+    """Raise BundleError where this machine's CPU lacks what a bundle needs."""
+    path, manifest = bundle.path, bundle.manifest
     missing = sorted(set(manifest.sku.cpu_features) - host_cpu_features())
     if missing:
         raise BundleError(
             f"{path} was built for SKU {manifest.sku.name} and needs the CPU features {', '.join(missing)}, which this "
             f"machine lacks; build it for this machine: build-engine {manifest.model.source} --sku cpu"
         )
-    return bundle
 
 
 def verify_bundle(path: Path) -> EngineBundle:
@@ -98,6 +103,14 @@ def verify_bundle(path: Path) -> EngineBundle:
                 reason = error
             if _inode(path) == folder:  # else a builder replaced the bundle while we read it
                 raise reason
+
+
+def holds_bundle(path: Path, identity: str) -> bool:
+    """Whether a folder has a whole bundle, and that one."""
+    try:
+        return verify_bundle(path).sha256 == identity
+    except KilnError:
+        return False
 
 
 @contextmanager

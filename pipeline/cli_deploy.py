@@ -13,6 +13,7 @@ from rich.table import Table
 from engines.server.auth import KeyRing
 from engines.server.config import ServerConfig
 from engines.server.encoder import EmbeddingConfig, Pooling
+from pipeline.cli_registry import require_trust
 from pipeline.deploy import application
 from pipeline.deploy.bundles import CACHE, BundleSource, FolderSource, ReleaseSource, registry_at
 from pipeline.deploy.figures import Limits
@@ -26,7 +27,7 @@ from pipeline.ray_cluster import connected, nodes
 from pipeline.registry.keys import signing_key_from_pem, trusted_keys_from_file
 from pipeline.registry.records import CHANNELS, Channel
 from pipeline.registry.registry import Registry
-from pipeline.registry.store import RegistryError, Store
+from pipeline.registry.store import Store, absolute_url
 from plugins.errors import KilnError
 
 WENT_BACK = 3
@@ -233,7 +234,7 @@ def _follow(app: str, progress: Progress) -> application.Report:
             if report.text != said and not report.text.endswith("requests"):
                 progress.note(report.text)
             said = report.text
-            if report.phase in ("done", "back", None):
+            if not report.under_way:
                 return report
             time.sleep(_SECONDS)
 
@@ -309,16 +310,13 @@ def _source(
         return FolderSource.open(Path(model))
     if sku is None:
         raise KilnError(f"give --sku: the registry may have {model} for several machine types")
-    if trust is None and not allow_unsigned:
-        raise RegistryError("no trusted keys: give --trust FILE, or say --allow-unsigned to take what nobody signed")
+    require_trust(trust, allow_unsigned)
     trusted = None
     if trust is not None and not allow_unsigned:
         trusted_keys_from_file(trust)  # what is wrong with the file is said here, not by a replica
         trusted = trust.read_bytes()
-    url = registry if "://" in registry else str(Path(registry).resolve())
-    head = registry_at(url, trusted).channel(model, sku, channel)
-    if head is None:
-        raise RegistryError(f"{model} for {sku} has nothing in {channel}; see kiln registry list")
+    url = absolute_url(registry)
+    head = registry_at(url, trusted).head(model, sku, channel)
     return ReleaseSource.find(url, trusted, model, sku, head.version, cache)
 
 

@@ -44,6 +44,12 @@ def _writing(command: Any) -> Any:
     return _reading(command)
 
 
+def require_trust(trust: Path | None, allow_unsigned: bool) -> None:
+    """Raises RegistryError where records would be taken from anybody and nobody said that they may."""
+    if trust is None and not allow_unsigned:
+        raise RegistryError("no trusted keys: give --trust FILE, or say --allow-unsigned to take what nobody signed")
+
+
 def _opened(
     url: str,
     trust: Path | None,
@@ -52,8 +58,7 @@ def _opened(
     single_writer: bool = False,
     writes: bool = False,
 ) -> Registry:
-    if trust is None and not allow_unsigned:
-        raise RegistryError("no trusted keys: give --trust FILE, or say --allow-unsigned to take what nobody signed")
+    require_trust(trust, allow_unsigned)
     if writes and key is None and not allow_unsigned:
         raise RegistryError("nothing to sign with: give --key FILE, or say --allow-unsigned to write unsigned records")
     trusted = trusted_keys_from_file(trust) if trust and not allow_unsigned else None

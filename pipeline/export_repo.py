@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.backends.onnxruntime import OnnxRuntimeModel
-from engines.bundle import EngineBundle, open_bundle, temporary_sibling, verify_bundle
+from engines.bundle import EngineBundle, require_runs_here, temporary_sibling, verify_bundle
 from engines.runtime.batch_check import relative_error
 from engines.runtime.batch_queue import BatchingConfig
 from engines.runtime.shape_buckets import Arrays, layout_from_tensors
@@ -176,7 +176,7 @@ def _found_mixing(bundle: EngineBundle) -> str | None:
     """Runs requests together and alone. Raises KilnError where this machine, or random inputs, cannot do that."""
     if bundle.manifest.tensorrt is not None:
         raise KilnError("a plan runs on its own GPU only")
-    open_bundle(bundle.path)
+    require_runs_here(bundle)
     model = OnnxRuntimeModel(bundle.engine_path, provider=bundle.manifest.backend.provider, plugins=bundle.plugin_paths)
     try:
         specs = input_specs_from_graph(bundle.engine_path, bundle.manifest.inputs)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from engines.bundle import MANIFEST, EngineBundle, manifest_from_json, verify_bundle
+from engines.bundle import MANIFEST, EngineBundle, holds_bundle, manifest_from_json, verify_bundle
 from engines.manifest import Manifest
 from pipeline.registry.keys import trusted_keys_from_bytes
 from pipeline.registry.pull import pull
@@ -112,13 +112,12 @@ class ReleaseSource:
         return f"{self.model} for {self.sku}, version {self.version}"
 
     def manifest(self) -> Manifest:
-        folder = self._part((MANIFEST,))
-        return manifest_from_json(folder / MANIFEST, (folder / MANIFEST).read_bytes())
+        return manifest_in(self._part((MANIFEST,)))
 
     def bring(self) -> Path:
         target = self._target("bundle")
         with _alone(target.parent):  # the other replicas of this node wait, and find it there
-            if not _holds(target, self.identity):
+            if not holds_bundle(target, self.identity):
                 pull(self._registry(), self.model, self.sku, target, version=self.version, allow_downgrade=True)
         return target
 
@@ -134,7 +133,7 @@ class ReleaseSource:
         release, target = self._release(), self._target("part")
         with partial_folder(target, release.bundle) as folder:
             wanted = {name: release.files[name] for name in files}
-            download(self._registry().store, folder, wanted, release.chunk_bytes, _quiet)
+            download(self._registry().store, folder, wanted, release.chunk_bytes)
             target.mkdir(parents=True, exist_ok=True)
             for name in files:
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -156,17 +155,15 @@ class ReleaseSource:
         return registry_at(self.url, self.trust)
 
 
+def manifest_in(folder: Path) -> Manifest:
+    """Of a folder whose files have been verified. Raises KilnError."""
+    return manifest_from_json(folder / MANIFEST, (folder / MANIFEST).read_bytes())
+
+
 def registry_at(url: str, trust: bytes | None) -> Registry:
     """To read from."""
     trusted = None if trust is None else trusted_keys_from_bytes(trust, Path("the trusted keys of the deployment"))
     return Registry(Store(url), trusted)
-
-
-def _holds(path: Path, identity: str) -> bool:
-    try:
-        return verify_bundle(path).sha256 == identity
-    except KilnError:
-        return False
 
 
 @contextmanager
@@ -178,7 +175,3 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _quiet(_: int) -> None:
-    pass

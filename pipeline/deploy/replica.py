@@ -16,10 +16,10 @@ from engines.runtime.info import EngineInfo
 from engines.runtime.request import Request, TokenChunk
 from engines.runtime.sequence import Lane
 from engines.server.engine_process import EngineProcess
-from engines.server.load_figures import Reading, reading_from_families
+from engines.server.load_figures import reading_from_families
 from engines.server.messages import portable
 from engines.server.served import EngineDiedError, TokenStream
-from pipeline.deploy.bundles import BundleSource
+from pipeline.deploy.bundles import BundleSource, manifest_in
 from pipeline.deploy.options import EngineOptions
 from pipeline.deploy.request_router import BLOCKS, PLACES
 from pipeline.deploy.scaling import BLOCK_USE, WANTED
@@ -43,8 +43,7 @@ class EngineReplica:
         context = serve.get_replica_context()
         self._id, self._app, self._steward = context.replica_id.unique_id, context.app_name, steward
         path = await asyncio.to_thread(source.bring)
-        manifest = await asyncio.to_thread(source.manifest)
-        spec = options.spec(path, manifest, name)
+        spec = options.spec(path, manifest_in(path), name)
         self._places = 1 if spec.config is None else spec.config.max_running
         self._engine = await EngineProcess.start(spec)
 
@@ -94,7 +93,7 @@ class EngineReplica:
         return {PLACES: self._places, BLOCKS: self._engine.info.num_blocks}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        reading: Reading = reading_from_families(0.0, await self._engine.metrics())
+        reading = reading_from_families(0.0, await self._engine.metrics())
         held, blocks = reading.gauges.get("blocks_held", 0.0), self._engine.info.num_blocks
         wanted = 0.0
         with suppress(Exception):  # whatever keeps us from it, the load decides

@@ -21,10 +21,10 @@ from typing import Any
 from pipeline.nightly.executor import Limits, LocalExecutor, Outcome, Task, Told
 from pipeline.nightly.fingerprint import Machine, code_digest
 from pipeline.nightly.tasks import GIVES, NEEDS
-from pipeline.ray_cluster import label_of, nodes, nodes_of, ray_module
+from pipeline.ray_cluster import SLICE, label_of, nodes, nodes_of, ray_module
 from pipeline.registry.access import Access
 from pipeline.registry.records import StoredFile
-from pipeline.registry.store import Store
+from pipeline.registry.store import Store, absolute_url
 from pipeline.registry.transfer import CHUNK_BYTES, download, stored_file, upload
 from plugins.errors import KilnError, first_line
 
@@ -65,9 +65,7 @@ class RayExecutor:
 
     def __init__(self, url: str, single_writer: bool, skus: tuple[str, ...], owner: str, root: str = FOLDER) -> None:
         """`skus` are those of the run; `owner` is whose folders the nodes keep, below `root`."""
-        if "://" not in url:
-            url = str(Path(url).resolve())
-        self._url, self._single_writer, self._owner, self._root = url, single_writer, owner, root
+        self._url, self._single_writer, self._owner, self._root = absolute_url(url), single_writer, owner, root
         labels = {label_of(sku) for sku in skus}
         self.slots = max(1, sum(not labels.isdisjoint(node.resources) for node in nodes()))
         self._machines: dict[str, Machine] = {}
@@ -79,7 +77,7 @@ class RayExecutor:
         with self._lock:
             if sku not in self._machines:
                 nodes_of(sku, nodes())
-                asked = ray.remote(num_cpus=0, resources={label_of(sku): 0.01}, max_retries=3)(machine_here)
+                asked = ray.remote(num_cpus=0, resources={label_of(sku): SLICE}, max_retries=3)(machine_here)
                 try:
                     machine: Machine = ray.get(asked.remote())
                 except ray.exceptions.RayError as error:
@@ -111,7 +109,7 @@ class RayExecutor:
         store = Store(self._url, self._single_writer)
         with _lease(store):
             files = describe(task.folder, NEEDS[task.kind])
-            upload(store, task.folder, files, CHUNK_BYTES, _quiet)
+            upload(store, task.folder, files, CHUNK_BYTES)
             job = f"{self._owner}/{task.folder.name}"
             where = (self._url, self._single_writer, self._root)
             work = Work(task.kind, task.options, task.sku, job, limits, files, *where)
@@ -164,7 +162,7 @@ def run_on_node(work: Work) -> Iterator[list[str] | Done]:
     if isinstance(outcome, BaseException):
         raise outcome
     files = describe(folder, GIVES[work.kind]) if outcome.status == "done" else {}
-    upload(store, folder, files, CHUNK_BYTES, _quiet)
+    upload(store, folder, files, CHUNK_BYTES)
     yield Done(outcome, files)
 
 
@@ -193,7 +191,7 @@ def bring(store: Store, folder: Path, files: Files, names: tuple[str, ...]) -> N
                 path.unlink()
         if (folder / name).is_dir() and not _files(folder / name):
             shutil.rmtree(folder / name)
-    download(store, folder, files, CHUNK_BYTES, _quiet)
+    download(store, folder, files, CHUNK_BYTES)
 
 
 def _files(path: Path) -> list[Path]:
@@ -205,7 +203,3 @@ def _lease(store: Store) -> Iterator[None]:
     """Keeps the registry's collector from taking chunks that no release names yet."""
     with Access(store, None, None, f"ray-{uuid.uuid4().hex}").lease():
         yield
-
-
-def _quiet(_: int) -> None:
-    pass

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engines.bundle import verify_bundle
+from engines.bundle import holds_bundle
 from engines.sku import Sku, resolve_sku
 from pipeline.nightly.config import ModelEntry, NightlyConfig
 from pipeline.nightly.executor import Executor, Limits, Outcome, Task
@@ -151,7 +151,7 @@ class Job:
     def _build(self, source: ModelSource, sku: Sku, inputs: dict[str, str]) -> Path:
         path, key = self.folder / CANDIDATE, digest_of(inputs)
         done = self._journal.find(self._name, "build", key)
-        if done is None or not _holds(path, done["bundle"]):
+        if done is None or not holds_bundle(path, done["bundle"]):
             runs_here = self._machine.can_run(sku)
             recorded = self._gate_options("determinism") if runs_here else {"determinism": None}
             options = {**self._build_options, **recorded, "out": CANDIDATE, "threads": self._config.threads}
@@ -258,7 +258,7 @@ class Job:
     def _bring(self, release: Release, name: str) -> None:
         """Have a release in the job's folder, verified."""
         path = self.folder / name
-        if not _holds(path, release.bundle):
+        if not holds_bundle(path, release.bundle):
             pull(self._registry, self.model, self.sku_name, path, version=release.version, allow_downgrade=True)
 
     def _gate(self, gate: str, release: Release, stable: Release | None) -> Case:
@@ -350,14 +350,6 @@ def _case_of(name: str, outcome: Outcome, refused: CaseStatus) -> Case:
     case = Case(name, "passed" if passed else "failed", outcome.result["text"], outcome.seconds)
     figures, higher = outcome.result["figures"], outcome.result.get("higher", ())
     return replace(case, figures=figures, higher=higher, peak=outcome.peak)
-
-
-def _holds(path: Path, identity: str) -> bool:
-    """Whether a folder has a whole bundle, and that one."""
-    try:
-        return verify_bundle(path).sha256 == identity
-    except KilnError:
-        return False
 
 
 def _findings(judged: Attestation) -> str:

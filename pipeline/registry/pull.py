@@ -50,9 +50,7 @@ def pull(
     seen = _seen(seen_path, model, sku)
     head = None
     if version is None:
-        head = registry.channel(model, sku, channel)
-        if head is None:
-            raise RegistryError(f"{model} for {sku} has nothing in {channel}; see kiln registry list")
+        head = registry.head(model, sku, channel)
         version = head.version
     if seen is not None and not allow_downgrade:
         _refuse_downgrade(registry, seen, version, head, target)
@@ -78,7 +76,7 @@ def pull_outputs(registry: Registry, release: Release, target: Path) -> bool:
     if release.outputs is None:
         return False
     target.parent.mkdir(parents=True, exist_ok=True)
-    download(registry.store, target.parent, {target.name: release.outputs}, release.chunk_bytes, lambda _: None)
+    download(registry.store, target.parent, {target.name: release.outputs}, release.chunk_bytes)
     return True
 
 

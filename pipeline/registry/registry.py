@@ -205,6 +205,13 @@ class Registry:
         number = self.access.newest(folder)
         return self.entry(model, sku, channel, number) if number else None
 
+    def head(self, model: str, sku: str, channel: Channel) -> ChannelEntry:
+        """As `channel`. Raises RegistryError where nothing was put into it."""
+        found = self.channel(model, sku, channel)
+        if found is None:
+            raise RegistryError(f"{model} for {sku} has nothing in {channel}; see kiln registry list")
+        return found
+
     def entry(self, model: str, sku: str, channel: Channel, number: int) -> ChannelEntry:
         key = self.access.key_of(folder_of("channels", model, sku, channel), number)
         found = self.access.load(key, ChannelEntry)

@@ -37,6 +37,11 @@ class UntrustedError(RegistryError):
     """A record that must not be used: unsigned, signed by others, changed, or put into another's place."""
 
 
+def absolute_url(url: str) -> str:
+    """The same store for processes in other folders."""
+    return url if "://" in url else str(Path(url).resolve())
+
+
 class Store:
     """Keys are relative POSIX paths. Every method raises RegistryError for a store that cannot be reached."""
 

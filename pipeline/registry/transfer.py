@@ -35,7 +35,12 @@ def stored_file(path: Path, chunk_bytes: int) -> StoredFile:
 
 
 def upload(
-    store: Store, folder: Path, files: Mapping[str, StoredFile], chunk_bytes: int, told: Told, again: bool = False
+    store: Store,
+    folder: Path,
+    files: Mapping[str, StoredFile],
+    chunk_bytes: int,
+    told: Told = lambda _: None,
+    again: bool = False,
 ) -> None:
     """Put the parts that are not there in their full length; with `again` all of them.
 
@@ -81,7 +86,9 @@ def read_chunk(store: Store, digest: str, size: int) -> bytes:
     return data
 
 
-def download(store: Store, folder: Path, files: Mapping[str, StoredFile], chunk_bytes: int, told: Told) -> None:
+def download(
+    store: Store, folder: Path, files: Mapping[str, StoredFile], chunk_bytes: int, told: Told = lambda _: None
+) -> None:
     """Bring files into a folder, after the parts that an earlier download has left there, which are checked again."""
     for name, file in files.items():
         path = folder / name

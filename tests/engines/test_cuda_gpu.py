@@ -27,8 +27,8 @@ from plugins.cuda_build import cuda_library
 from plugins.cuda_runtime import CudaRuntime
 from plugins.errors import KilnError
 
-from .conftest import TinyModel
 from .cuda_steps import ints, one_more, prompt
+from .tiny_model import TinyModel
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,10 +1,9 @@
 """Steps launched ahead by the CUDA decoder, over a stand-in device in host memory: no GPU needed."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
-import onnx
 import pytest
 
 from engines.backends.base import LaunchingBackend, SamplingInputs
@@ -14,8 +13,6 @@ from engines.backends.launching import LaunchingDecoder
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
 from engines.runtime.scheduler import SchedulerConfig
-from passes.bind_sampling import BindSampling
-from passes.graph import graph_from_path, proto_from_graph, tidy
 from plugins.cuda_runtime import CudaError
 from plugins.errors import KilnError
 
@@ -23,6 +20,7 @@ from .cuda_steps import ints, one_more, prompt
 from .host_runtime import HostRuntime
 
 BLOCKS = 60
+greedy = SamplingInputs.greedy
 
 
 @pytest.fixture(scope="module")
@@ -30,33 +28,18 @@ def model(tiny_model):
     return tiny_model()
 
 
-@pytest.fixture(scope="module")
-def graph(model, tmp_path_factory) -> Path:
-    """The tiny model's serving graph, which chooses its tokens itself."""
-    graph = graph_from_path(model.path)
-    assert BindSampling().call(graph).changed
-    tidy(graph)
-    path = tmp_path_factory.mktemp("sampling") / "engine.onnx"
-    onnx.save(proto_from_graph(graph), path)
-    return path
-
-
 @pytest.fixture
-def decoder(graph, model, cpu_plugin) -> Iterator[Callable[..., LaunchingCudaDecoder]]:
+def decoder(sampling_graph, model, cpu_plugin) -> Iterator[Callable[..., LaunchingCudaDecoder]]:
     made = []
 
     def make(ladder=(1, 2, 4), **options) -> LaunchingCudaDecoder:
         options = {"plugins": [cpu_plugin], "max_context": model.max_context, "runtime": HostRuntime(), **options}
-        made.append(LaunchingCudaDecoder(graph, model.kv, BLOCKS, ladder=ladder, **options))
+        made.append(LaunchingCudaDecoder(sampling_graph, model.kv, BLOCKS, ladder=ladder, **options))
         return made[-1]
 
     yield make
     for one in made:
         one.close()
-
-
-def greedy(rows: int) -> SamplingInputs:
-    return SamplingInputs.greedy(rows)
 
 
 @pytest.mark.parametrize("ladder", [(), (4,)])
@@ -86,13 +69,14 @@ def test_a_step_takes_the_tokens_of_the_one_before(decoder, model, ladder) -> No
         assert token == expected[-1].argmax()
 
 
-def test_draws_are_those_of_the_cpu_backend(decoder, graph, model, cpu_plugin) -> None:
+def test_draws_are_those_of_the_cpu_backend(decoder, sampling_graph, model, cpu_plugin) -> None:
     """In batches of any size: a row's draw depends on its seed and position alone."""
     prompts = [tuple(np.random.default_rng(n).integers(1, 61, 3 + 5 * n).tolist()) for n in range(6)]
     config = SchedulerConfig(4, 16)
     drawn = [SamplingParams(temperature=1.0, seed=n, max_tokens=12, top_p=0.9, ignore_eos=True) for n in range(6)]
     answers = []
-    for backend in (LaunchingDecoder(graph, model.kv, BLOCKS, plugins=[cpu_plugin], threads=1), decoder((1, 3, 4))):
+    on_cpu = LaunchingDecoder(sampling_graph, model.kv, BLOCKS, plugins=[cpu_plugin], threads=1)
+    for backend in (on_cpu, decoder((1, 3, 4))):
         with Engine.from_decoder(backend, model.decoder, config=config) as engine:
             streams = [engine.submit(Request(one, how)) for one, how in zip(prompts, drawn, strict=True)]
             answers.append([stream.result(30).token_ids for stream in streams])
@@ -108,8 +92,7 @@ def test_step_gives_logits_on_a_graph_that_samples(decoder, model) -> None:
 
 def test_a_step_without_rows(decoder, model) -> None:
     backend = decoder()
-    step = prompt([1, 2], [0], model.block_size)
-    step = type(step)(**{**step.__dict__, "logits_indices": ints()})
+    step = replace(prompt([1, 2], [0], model.block_size), logits_indices=ints())
     backend.launch(step, greedy(0), ints(-1, -1), logits=True)
     result = backend.collect()
     assert result.tokens.shape == (0,)
@@ -137,10 +120,10 @@ def test_a_step_that_fails_on_the_device_fails_its_requests(decoder, model) -> N
             stream.result(30)
 
 
-def test_graphs_are_told_apart(graph, model, cpu_plugin) -> None:
+def test_graphs_are_told_apart(sampling_graph, model, cpu_plugin) -> None:
     options = {"plugins": [cpu_plugin], "max_context": 64}
     with pytest.raises(KilnError, match=r"is not a serving graph .* has feed, min_p"):
-        CudaDecoder(graph, model.kv, 4, runtime=HostRuntime(), **options)
+        CudaDecoder(sampling_graph, model.kv, 4, runtime=HostRuntime(), **options)
     with pytest.raises(KilnError, match=r"is not a serving graph .* lacks feed, min_p"):
         LaunchingCudaDecoder(model.path, model.kv, 4, runtime=HostRuntime(), **options)
 

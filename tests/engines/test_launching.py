@@ -1,9 +1,6 @@
 """Steps launched on a real serving graph with the sampling operators, in ONNX Runtime on the CPU."""
 
-from pathlib import Path
-
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,23 +11,10 @@ from engines.backends.onnxruntime import OnnxRuntimeDecoder
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
 from engines.runtime.scheduler import SchedulerConfig
-from passes.bind_sampling import BindSampling
-from passes.graph import graph_from_path, proto_from_graph, tidy
 from passes.onnx_model import onnx_model_from_path
 from plugins.errors import KilnError
 
 GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def sampling_graph(tiny_model, tmp_path_factory) -> Path:
-    """The tiny model's serving graph, which chooses its tokens itself."""
-    graph = graph_from_path(tiny_model().path)
-    assert BindSampling().call(graph).changed
-    tidy(graph)
-    path = tmp_path_factory.mktemp("sampling") / "engine.onnx"
-    onnx.save(proto_from_graph(graph), path)
-    return path
 
 
 @pytest.fixture(scope="module")

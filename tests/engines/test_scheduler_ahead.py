@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from engines.runtime.packing import step_inputs_from_batch
-from engines.runtime.paged_kv import PagedKv
-from engines.runtime.ring_kv import RingKv
 
-from .test_scheduler_machine import BUDGET, CONTEXT, RUNNING, SIZE, WINDOW, SchedulerMachine, next_token
+from .test_scheduler_machine import BUDGET, SIZE, PagedMachine, RingMachine, SchedulerMachine, SwapMachine, next_token
 
 SEEN: Counter[str] = Counter()
 
@@ -70,9 +68,7 @@ class AheadMachine(SchedulerMachine):
     @rule(fails=st.sampled_from([False] * 9 + [True]))
     def land(self, fails):
         batch, rows, slots, moves = self.flight.popleft()
-        for source, target in moves:
-            for offset in range(SIZE):
-                self.content[target * SIZE + offset] = self.content.get(source * SIZE + offset, ())
+        self.move(moves)
         for chunk in batch:
             history = tuple(chunk.sequence.token_ids[: chunk.end])
             for position in range(chunk.start, chunk.end):
@@ -124,37 +120,23 @@ class AheadMachine(SchedulerMachine):
                 kept = [self.slot(chunk.sequence, position) for position in range(chunk.end)]
                 assert kept == slots[chunk.sequence.id], "its blocks are its own until it lands"
 
-    def teardown(self):
-        self.forks.clear()
-        steps = 0
-        while self.live or self.flight:
-            self.step(0.0)
-            self.conserved()
-            steps += 1
-            assert steps < 10_000, "somebody never comes to an end"
-        assert self.kv.held == 0
-        assert not self.scheduler.has_work
-        assert self.scheduler.schedule(self.now) == ()
+    def plain_step(self):
+        self.step(0.0)
+
+    def unfinished(self):
+        return self.live or self.flight
 
 
-class AheadPaged(AheadMachine):
-    def cache(self):
-        return PagedKv(12, SIZE)
+class AheadPaged(AheadMachine, PagedMachine):
+    pass
 
 
-class AheadSwap(AheadMachine):
-    def cache(self):
-        return PagedKv(11, SIZE, host_blocks=6)
+class AheadSwap(AheadMachine, SwapMachine):
+    pass
 
 
-class AheadRing(AheadMachine):
-    window = WINDOW
-
-    def most_blocks(self) -> int:
-        return CONTEXT
-
-    def cache(self):
-        return RingKv(RUNNING, WINDOW, BUDGET, CONTEXT, SIZE)
+class AheadRing(AheadMachine, RingMachine):
+    pass
 
 
 LONG = settings(max_examples=24, stateful_step_count=100, deadline=None)

@@ -142,10 +142,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             if sequence.decoding and (sequence.lane == "interactive" or "interactive" not in prompts):
                 assert sequence.id in chunks, "who decodes takes part"
 
-    def compute(self, batch, fails):
-        for source, target in self.kv.take_moves():
+    def move(self, moves):
+        for source, target in moves:
             for offset in range(SIZE):
                 self.content[target * SIZE + offset] = self.content.get(source * SIZE + offset, ())
+
+    def compute(self, batch, fails):
+        self.move(self.kv.take_moves())
         inputs = step_inputs_from_batch(batch, SIZE)
         assert len(set(inputs.slot_mapping.tolist())) == len(inputs.slot_mapping), "two tokens in one slot"
         assert len(inputs.logits_indices) == sum(chunk.rows for chunk in batch)
@@ -212,11 +215,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             fresh = [s.id for s in waiting if s.lane == lane and not s.resumes]
             assert fresh == sorted(fresh), "first come, first served within a lane"
 
+    def plain_step(self):
+        self.step(0.0, 0, 0, False)
+
+    def unfinished(self):
+        return self.live
+
     def teardown(self):
         self.forks.clear()
         steps = 0
-        while self.live:
-            self.step(0.0, 0, 0, False)
+        while self.unfinished():
+            self.plain_step()
             self.conserved()
             steps += 1
             assert steps < 10_000, "somebody never comes to an end"

@@ -15,14 +15,12 @@ from onnx import numpy_helper
 
 from engines.backends.tensorrt.key import EngineKey
 from engines.backends.tensorrt.profiles import Profile, Sizes
-from engines.bundle import EngineBundle, file_records, write_bundle
+from engines.bundle import EngineBundle, write_bundle
 from engines.manifest import (
     BackendRecord,
     Manifest,
-    ModelRecord,
     PluginRecord,
     ServingRecord,
-    SkuRecord,
     TensorRecord,
     TensorRtRecord,
 )
@@ -34,6 +32,7 @@ from pipeline.progress import Progress
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import KvLayer, KvSpec
 from tests.engines.gated_model import ENCODER, FIXED, MIXES_ROWS
+from tests.manifests import manifest_of
 
 WEIGHTED = "(float[n, 3] x) => (float[n, 2] y) <float[3, 2] w = {1, 2, 3, 4, 5, 6}> { y = MatMul(x, w) }"
 NUMPY = {"TYPE_FP32": np.float32, "TYPE_INT64": np.int64}
@@ -67,25 +66,10 @@ def make_bundle(tmp_path: Path) -> MakeBundle:
             path = folder / "engine.onnx"
             onnx.save(model, path, save_as_external_data=True, location="engine.onnx.data", size_threshold=0)
             found = onnx_model_from_path(path)
-            inputs, outputs = (
-                tuple(TensorRecord(name=t.name, dtype=t.dtype, shape=t.shape) for t in group)
-                for group in (found.inputs, found.outputs)
-            )
+            inputs, outputs = (tuple(map(TensorRecord.of, group)) for group in (found.inputs, found.outputs))
             if "engine" in changes:
                 (folder / changes["engine"]).write_bytes(b"a plan")
-            settings: dict[str, Any] = {
-                "kiln_version": "0",
-                "created": "2026-01-01T00:00:00Z",
-                "name": name,
-                "model": ModelRecord(source="here", architecture="ONNX", sha256=found.sha256, parameters=1),
-                "sku": SkuRecord(name="cpu-avx2", arch="x86-64-v3"),
-                "backend": BackendRecord(name="onnxruntime", version="1.32", provider="CPUExecutionProvider"),
-                "precision": "fp32",
-                "inputs": inputs,
-                "outputs": outputs,
-                "files": file_records(folder),
-            }
-            return Manifest(**{**settings, **changes})
+            return manifest_of(folder, name, **{"inputs": inputs, "outputs": outputs, **changes})
 
         return write_bundle(tmp_path / "bundles" / name, fill)
 

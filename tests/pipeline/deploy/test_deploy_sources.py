@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from engines.bundle import EngineBundle, file_records, verify_bundle, write_bundle
-from engines.manifest import BackendRecord, Manifest, ModelRecord, SkuRecord
+from engines.bundle import EngineBundle, verify_bundle, write_bundle
+from engines.manifest import Manifest, SkuRecord
 from pipeline.cli import kiln_group
 from pipeline.deploy.bundles import FolderSource, ReleaseSource
 from pipeline.deploy.options import Contract, DeployOptions, EngineOptions, HttpOptions, ReplicaCount
@@ -16,6 +16,7 @@ from pipeline.registry.keys import create_key, public_path, signing_key_from_pem
 from pipeline.registry.registry import Registry
 from pipeline.registry.store import RegistryError, Store, UntrustedError
 from plugins.errors import KilnError
+from tests.manifests import manifest_of
 
 SKU = "cpu-avx2"
 
@@ -28,19 +29,7 @@ def bundle_at(path: Path, engine: bytes = b"engine", tokenizer: bytes = b"words"
         (folder / "tokenizer").mkdir()
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (folder / "tokenizer" / name).write_bytes(tokenizer)
-        return Manifest(
-            kiln_version="0",
-            created="2026-01-01T00:00:00Z",
-            name="m",
-            model=ModelRecord(source="m", architecture="m", sha256="0" * 64, parameters=1),
-            sku=SkuRecord(name=sku, arch="x86-64-v3"),
-            backend=BackendRecord(name="onnxruntime", version="1", provider="CPUExecutionProvider"),
-            precision="fp32",
-            tokenizer="tokenizer",
-            inputs=(),
-            outputs=(),
-            files=file_records(folder),
-        )
+        return manifest_of(folder, "m", sku=SkuRecord(name=sku, arch="x86-64-v3"), tokenizer="tokenizer")
 
     return write_bundle(path, fill)
 

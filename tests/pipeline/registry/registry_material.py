@@ -4,11 +4,12 @@ import itertools
 from contextlib import suppress
 from pathlib import Path
 
-from engines.bundle import EngineBundle, file_records, write_bundle
-from engines.manifest import BackendRecord, Manifest, ModelRecord, SkuRecord
+from engines.bundle import EngineBundle, write_bundle
+from engines.manifest import Manifest, SkuRecord
 from pipeline.registry import Registry, RegistryError, Release, Store
 from pipeline.registry.access import LEASES
 from pipeline.registry.keys import public_path, signing_key_from_pem, trusted_keys_from_file
+from tests.manifests import manifest_of
 
 CHUNK = 1000
 MACHINE = {"cpu": "a machine"}
@@ -20,19 +21,8 @@ def make_bundle(path: Path, mark: bytes = b"a", sku: str = "cpu-avx2", features:
         (folder / "tokenizer").mkdir()
         (folder / "tokenizer" / "tokenizer_config.json").write_bytes(b"{}")
         (folder / "tokenizer" / "empty.txt").write_bytes(b"")
-        return Manifest(
-            kiln_version="0",
-            created="2026-01-01T00:00:00Z",
-            name="tiny",
-            model=ModelRecord(source="tiny", architecture="tiny", sha256="0" * 64, parameters=1),
-            sku=SkuRecord(name=sku, arch="x86-64-v3", cpu_features=features),
-            backend=BackendRecord(name="onnxruntime", version="1.31", provider="CPUExecutionProvider"),
-            precision="fp32",
-            tokenizer="tokenizer",
-            inputs=(),
-            outputs=(),
-            files=file_records(folder),
-        )
+        machine = SkuRecord(name=sku, arch="x86-64-v3", cpu_features=features)
+        return manifest_of(folder, "tiny", sku=machine, tokenizer="tokenizer")
 
     return write_bundle(path, fill)
 

@@ -106,12 +106,12 @@ def test_a_half_downloaded_file_that_changed_is_downloaded_again(registry, publi
 
 def test_processes_publish_into_one_folder(tmp_path):
     create_key(tmp_path / "k.pem")
-    url, here = str(tmp_path / "registry"), str(Path(__file__).parent)
+    url, root = str(tmp_path / "registry"), str(Path(__file__).parents[3])
     program = f"""
 import sys
 from pathlib import Path
-sys.path.insert(0, {here!r})
-from registry_material import publish_many
+sys.path.insert(0, {root!r})
+from tests.pipeline.registry.registry_material import publish_many
 publish_many({url!r}, Path({str(tmp_path)!r}) / "k.pem", Path({str(tmp_path)!r}), sys.argv[1], 4)
 """
     writers = [subprocess.Popen([sys.executable, "-c", program, f"w{number}"]) for number in range(3)]
