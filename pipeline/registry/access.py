@@ -85,6 +85,7 @@ class Access:
         """Keeps the collector from deleting. Raises RegistryError where one is still at work after `wait` seconds."""
         with self._writing:
             self.require_format(create=True)
+            self.store.require_conditional(MARKER)
             place = f"{LEASES}/{self.owner}"
             end = time.monotonic() + wait
             while True:

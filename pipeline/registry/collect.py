@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pipeline.registry.access import LEASES, LOCK, told
+from pipeline.registry.access import LEASES, LOCK, MARKER, told
 from pipeline.registry.records import CHANNELS, Release, folder_of, release_key
 from pipeline.registry.registry import Registry
 from pipeline.registry.store import RegistryError
@@ -44,6 +44,7 @@ class Collected:
 def collect(registry: Registry, config: CollectConfig) -> Collected:
     """Raises RegistryError where somebody publishes, where another collector is at work, and for unsound records."""
     registry.access.require_format()
+    registry.store.require_conditional(MARKER)
     with _alone(registry, config) as ours:
         kept, dropped = _sort_releases(registry, config.keep)
         named = {digest for release in kept for digest in release.chunks}

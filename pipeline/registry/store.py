@@ -5,7 +5,8 @@ What is relied on, and nothing else:
 1. An object appears whole or not at all. Object stores put so; on a local disk it is written aside, synced and linked.
 2. `create` writes only where nothing is, decided by the store, so that of two writers one is told. A local disk has
    link(2); S3 a put with `If-None-Match: *`, Google Cloud Storage one with `ifGenerationMatch=0`, Azure one with
-   `If-None-Match: *`: fsspec's `pipe_file(mode="create")` in their packages.
+   `If-None-Match: *`: fsspec's `pipe_file(mode="create")` in their packages. Whether the store obeys is asked of it
+   before the first write, for some that speak these protocols ignore the condition.
 3. What was put or deleted is seen by the next read and the next listing, of anybody. S3 (since December 2020), Google
    Cloud Storage and Azure promise it; clients' caches of listings are turned off here.
 
@@ -13,17 +14,24 @@ Other file systems are read, and written only where the caller says that nobody 
 """
 
 import os
+import random
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from plugins.errors import KilnError, first_line
 
-_EXCLUSIVE = {"file", "local", "memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
+_PLAIN = {"file", "local", "memory"}
+_CONDITIONAL = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 """Protocols whose packages pass the store's own conditional put on."""
+_COLLISION = "ConditionalRequestConflict"
+"""S3's code (409) for a conditional put that met another one of the same object: neither written nor refused."""
+_LONGEST_WAIT = 10.0
+"""Seconds between tries after collisions; waits double up to it."""
 _MEMORY = threading.Lock()
 """fsspec's memory file system looks before it writes, in two steps."""
 _ASIDE = ".kiln-aside-"
@@ -56,7 +64,8 @@ class Store:
                 f"{url!r} is no registry; expected a folder or an fsspec URL such as s3://BUCKET/PREFIX"
             )
         try:
-            options = {} if self._is_plain(protocol) else {"use_listings_cache": False, "skip_instance_cache": True}
+            plain = not protocol or protocol in _PLAIN
+            options = {} if plain else {"use_listings_cache": False, "skip_instance_cache": True}
             self._fs, root = fsspec.core.url_to_fs(self.url, **options)
         except Exception as error:  # packages of many hands
             raise RegistryError(
@@ -66,11 +75,8 @@ class Store:
         self._root = root.rstrip("/")
         names = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
         self._local, self._memory = "file" in names, "memory" in names
-        self._may_write = bool(names & _EXCLUSIVE) or single_writer
-
-    @staticmethod
-    def _is_plain(protocol: str) -> bool:
-        return protocol in ("", "file", "local", "memory")
+        self._told_apart = bool(names & _PLAIN) or single_writer
+        self._may_write = self._told_apart or bool(names & _CONDITIONAL)
 
     def read(self, key: str) -> bytes | None:
         """The object; None where there is none."""
@@ -101,22 +107,53 @@ class Store:
                 self._fs.pipe_file(self._path(key), data)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object unless there is one; whether it was written."""
+        """Write an object unless there is another one; whether it lies there now.
+
+        An answer may be lost on its way and the package's next try be refused, so what lies there is read then: it may
+        be ours.
+        """
         self._require_writable()
+        wait = 0.1
         with self._reached(key):
+            while True:
+                try:
+                    self._create(key, data)
+                    return True
+                except FileExistsError:
+                    return self.read(key) == data
+                except OSError as error:
+                    if _COLLISION not in str(error) or wait > _LONGEST_WAIT:
+                        raise
+                time.sleep(wait * random.uniform(0.5, 1))
+                wait *= 2
+
+    def _create(self, key: str, data: bytes) -> None:
+        """Raises FileExistsError where there is one."""
+        if self._local:
+            with self._aside(key, data) as temporary:
+                os.link(temporary, self._path(key))
+                _sync_folder(Path(self._path(key)).parent)
+        else:
+            with _MEMORY if self._memory else nullcontext():
+                self._fs.pipe_file(self._path(key), data, mode="create")
+
+    def require_conditional(self, key: str) -> None:
+        """Raise RegistryError where the store does not refuse to create an object that is there, with its own bytes."""
+        if self._told_apart:
+            return
+        with self._reached(key):
+            data = self.read(key)
+            assert data is not None, "only for what is there"
             try:
-                if self._local:
-                    with self._aside(key, data) as temporary:
-                        os.link(temporary, self._path(key))
-                        _sync_folder(Path(self._path(key)).parent)
-                elif self._memory:
-                    with _MEMORY:
-                        self._fs.pipe_file(self._path(key), data, mode="create")
-                else:
-                    self._fs.pipe_file(self._path(key), data, mode="create")
+                self._create(key, data)
             except FileExistsError:
-                return False
-            return True
+                self._told_apart = True
+                return
+        raise RegistryError(
+            f"{self.url}: the store takes a conditional put of an object that is there, so it would not tell two "
+            "writers apart; use one that obeys If-None-Match (S3, Azure) or ifGenerationMatch (Google), or say "
+            "--single-writer if nobody else writes"
+        )
 
     def keys(self, prefix: str) -> list[str]:
         """Keys of all objects below a folder, sorted."""

@@ -1,7 +1,8 @@
-"""A registry in a folder and one in memory, the keys for them, and what publishes into them."""
+"""A registry in a folder, one in memory, and with -m stores in object stores; keys, and what publishes into them."""
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("cryptography")
 from pipeline.registry import Registry, Release, SigningKey, Store, TrustedKeys
 from pipeline.registry.keys import create_key, public_path, trusted_keys_from_file
 from tests.pipeline.registry.registry_material import CHUNK, MACHINE, make_bundle
+from tests.pipeline.registry.store_servers import BUCKET, SERVERS, Servers
 
 
 @pytest.fixture(scope="session")
@@ -20,9 +22,32 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[SigningKey, TrustedK
     return key, trusted_keys_from_file(public_path(path))
 
 
-@pytest.fixture(params=["file", "memory"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`url`: where a registry can be; `shared_url`: where several processes can write into it."""
+    opted = "stores" in metafunc.config.getoption("-m")
+    stores = [pytest.param(protocol, marks=pytest.mark.stores) for protocol in SERVERS] if opted else []
+    for name, plain in (("url", ["file", "memory"]), ("shared_url", ["file"])):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, [*plain, *stores], indirect=True)
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Servers]:
+    with ExitStack() as stack:
+        yield Servers(stack)
+
+
+@pytest.fixture
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "registry") if request.param == "file" else f"memory://{uuid.uuid4().hex}"
+    if request.param == "file":
+        return str(tmp_path / "registry")
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    request.getfixturevalue("servers").get(request.param)
+    return f"{request.param}://{BUCKET}/{uuid.uuid4().hex}"
+
+
+shared_url = url
 
 
 @pytest.fixture

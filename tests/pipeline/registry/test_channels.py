@@ -102,8 +102,8 @@ def command(tmp_path: Path) -> Iterator[Callable[..., str]]:
     return run
 
 
-def test_the_command_line(command, tmp_path):
-    url = tmp_path / "registry"
+def test_the_command_line(command, shared_url, tmp_path):
+    url = shared_url
     toml = command("key", tmp_path / "signer.pem").partition("\n\n")[2]
     (tmp_path / "trusted.toml").write_text(toml)
     base64.b64decode(toml.split('"')[1])
@@ -129,7 +129,7 @@ def test_the_command_line(command, tmp_path):
     command("pull", url, "tiny", "cpu-avx2", "--out", tmp_path / "out", *read)
     assert open_bundle(tmp_path / "out").sha256 == first.sha256
     assert command("verify", url, *read) == ""
-    store = Store(str(url))
+    store = Store(url)
     key = next(key for key in store.keys("chunks") if store.size(key) == 2500)
     store.put(key, b"a")
     assert "the upload was cut off" in command("verify", url, *read, code=1)

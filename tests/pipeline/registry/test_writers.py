@@ -104,20 +104,20 @@ def test_a_half_downloaded_file_that_changed_is_downloaded_again(registry, publi
 # Together
 
 
-def test_processes_publish_into_one_folder(tmp_path):
+def test_processes_publish_into_one_store(shared_url, tmp_path):
     create_key(tmp_path / "k.pem")
-    url, root = str(tmp_path / "registry"), str(Path(__file__).parents[3])
+    root = str(Path(__file__).parents[3])
     program = f"""
 import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.pipeline.registry.registry_material import publish_many
-publish_many({url!r}, Path({str(tmp_path)!r}) / "k.pem", Path({str(tmp_path)!r}), sys.argv[1], 4)
+publish_many({shared_url!r}, Path({str(tmp_path)!r}) / "k.pem", Path({str(tmp_path)!r}), sys.argv[1], 4)
 """
     writers = [subprocess.Popen([sys.executable, "-c", program, f"w{number}"]) for number in range(3)]
     for writer in writers:
         assert writer.wait(120) == 0
-    assert_sound(Registry(Store(url), trusted_keys_from_file(tmp_path / "k.pem.pub"), None), 12)
+    assert_sound(Registry(Store(shared_url), trusted_keys_from_file(tmp_path / "k.pem.pub"), None), 12)
 
 
 def test_threads_publish_into_one_memory(tmp_path):
