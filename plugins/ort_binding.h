@@ -57,6 +57,17 @@ inline std::string text(const std::vector<int64_t>& shape) {
   return out.str();
 }
 
+inline int64_t elements(const std::vector<int64_t>& shape) {
+  int64_t count = 1;
+  for (int64_t size : shape) count *= size;
+  return count;
+}
+
+inline std::vector<int64_t> with_last(std::vector<int64_t> shape, int64_t last) {
+  shape.back() = last;
+  return shape;
+}
+
 inline Tensor input_tensor(OrtApi api, OrtKernelContext* context, size_t index) {
   const OrtValue* value = nullptr;
   require(api, KernelContextGetInput::of(api)(context, index, &value));

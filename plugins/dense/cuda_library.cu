@@ -1,9 +1,8 @@
 // The product by cuBLAS. A bias is spread over y beforehand and the product added to it, in float32 and rounded once;
-// SwiGLU is a kernel of its own. The few functions of cuBLAS are declared here, as its headers may not be there.
+// SwiGLU is a kernel of its own.
 #include "cuda_library.h"
 
-#include <dlfcn.h>
-
+#include "../cuda_cublas.h"
 #include "../cuda_launch.cuh"
 #include "../cuda_numbers.cuh"
 #include "../elementwise/cuda.h"
@@ -11,10 +10,9 @@
 namespace kiln::cuda {
 namespace {
 
-// Values of cublas_api.h and library_types.h, which never change.
-constexpr int kSuccess = 0, kKeep = 0, kTranspose = 1, kHalfData = 2, kBfloat16Data = 14, kFloatSums = 68;
+using namespace cublas;
+
 constexpr int kAnyAlgorithm = -1, kNoReducedPrecision = 16;  // sums of parts stay in float32
-constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // what NVIDIA recommends for Hopper
 
 struct Cublas {
   int (*create)(void** handle) = nullptr;
@@ -25,36 +23,21 @@ struct Cublas {
   int (*multiply)(void* handle, int transpose_a, int transpose_b, int m, int n, int k, const void* alpha, const void* a,
                   int a_type, int lda, const void* b, int b_type, int ldb, const void* beta, void* c, int c_type,
                   int ldc, int compute, int algorithm) = nullptr;
+  Library library{"libcublas.so.13", "libcublas.so.12"};
 
   Cublas() {
-    void* library = nullptr;
-    for (const char* name : {"libcublas.so.13", "libcublas.so.12"})  // first one that is already in the process
-      if (!library) library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
-    for (const char* name : {"libcublas.so.13", "libcublas.so.12"})
-      if (!library) library = dlopen(name, RTLD_LAZY);
-    if (!library) return;
-    find(library, "cublasCreate_v2", &create);
-    find(library, "cublasDestroy_v2", &destroy);
-    find(library, "cublasSetStream_v2", &set_stream);
-    find(library, "cublasSetWorkspace_v2", &set_workspace);
-    find(library, "cublasSetMathMode", &set_math_mode);
-    find(library, "cublasGemmEx", &multiply);
-  }
-
-  bool complete() const {
-    return create && destroy && set_stream && set_workspace && set_math_mode && multiply;
-  }
-
- private:
-  template <typename Function>
-  static void find(void* library, const char* name, Function* function) {
-    *function = reinterpret_cast<Function>(dlsym(library, name));
+    library.find("cublasCreate_v2", &create);
+    library.find("cublasDestroy_v2", &destroy);
+    library.find("cublasSetStream_v2", &set_stream);
+    library.find("cublasSetWorkspace_v2", &set_workspace);
+    library.find("cublasSetMathMode", &set_math_mode);
+    library.find("cublasGemmEx", &multiply);
   }
 };
 
-const Cublas& cublas() {
-  static const Cublas functions;
-  return functions;
+const Cublas& functions() {
+  static const Cublas found;
+  return found;
 }
 
 constexpr int kThreads = 256;
@@ -70,19 +53,19 @@ __global__ void __launch_bounds__(kThreads) spread_bias(const uint16_t* bias, ui
 
 LinearLibrary::LinearLibrary(const char** error) {
   *error = nullptr;
-  if (!cublas().complete()) {
+  if (!functions().library.complete()) {
     *error = "cuBLAS is not there: expected libcublas.so.13 or .12 on the library path";
-  } else if (cublas().create(&handle_) != kSuccess) {
+  } else if (functions().create(&handle_) != kSuccess) {
     *error = "cuBLAS cannot be started on this device";
   } else if (cudaMalloc(&workspace_, kWorkspaceBytes) != cudaSuccess) {
     *error = "no device memory for cuBLAS's workspace of 32 MiB";
-  } else if (cublas().set_math_mode(handle_, kNoReducedPrecision) != kSuccess) {
+  } else if (functions().set_math_mode(handle_, kNoReducedPrecision) != kSuccess) {
     *error = "cuBLAS refuses float32 sums";
   }
 }
 
 LinearLibrary::~LinearLibrary() {
-  if (handle_) cublas().destroy(handle_);
+  if (handle_) functions().destroy(handle_);
   if (workspace_) cudaFree(workspace_);
 }
 
@@ -101,12 +84,13 @@ const char* LinearLibrary::run(const Linear& call, void* packed, cudaStream_t st
   }
   // To cuBLAS, whose matrices are stored by columns: product^T [width, rows] = weight [width, depth] x^T.
   const float alpha = 1.0f, beta = call.bias ? 1.0f : 0.0f;
-  const int type = call.element == Element::kFloat16 ? kHalfData : kBfloat16Data, depth = static_cast<int>(call.depth);
+  const int type = data_type(call.element), depth = static_cast<int>(call.depth);
   const int wide = static_cast<int>(width);
-  if (cublas().set_stream(handle_, stream) != kSuccess ||
-      cublas().set_workspace(handle_, workspace_, kWorkspaceBytes) != kSuccess ||
-      cublas().multiply(handle_, kTranspose, kKeep, wide, static_cast<int>(call.rows), depth, &alpha, call.weight, type,
-                        depth, call.x, type, depth, &beta, product, type, wide, kFloatSums, kAnyAlgorithm) != kSuccess)
+  if (functions().set_stream(handle_, stream) != kSuccess ||
+      functions().set_workspace(handle_, workspace_, kWorkspaceBytes) != kSuccess ||
+      functions().multiply(handle_, kTranspose, kKeep, wide, static_cast<int>(call.rows), depth, &alpha, call.weight,
+                           type, depth, call.x, type, depth, &beta, product, type, wide, kFloatSums,
+                           kAnyAlgorithm) != kSuccess)
     return "cuBLAS cannot do this product";
   if (!call.swiglu) return nullptr;
   SwiGlu gated = {};

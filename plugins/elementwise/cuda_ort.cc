@@ -3,26 +3,13 @@
 // nothing of how the kernels work.
 #include <cmath>
 
-#include "../cuda_operators.h"
-#include "../cuda_scratch.h"
+#include "../cuda_binding.h"
 #include "cuda.h"
 
 namespace {
 
 using namespace kiln;
 using namespace kiln::ort;
-
-int64_t elements(const std::vector<int64_t>& shape) {
-  int64_t count = 1;
-  for (int64_t size : shape) count *= size;
-  return count;
-}
-
-cudaStream_t stream_of(OrtApi api, OrtKernelContext* context) {
-  void* handle = nullptr;
-  require(api, KernelContextGetGpuComputeStream::of(api)(context, &handle));
-  return static_cast<cudaStream_t>(handle);
-}
 
 struct AddRmsNormKernel {
   static constexpr const char* kName = "AddRmsNorm";
@@ -33,8 +20,8 @@ struct AddRmsNormKernel {
   float epsilon;
   cuda::Element element;
 
-  AddRmsNormKernel(OrtApi api, const OrtKernelInfo* info, cuda::Element element)
-      : api(api), epsilon(attribute(api, info, "epsilon", 1e-5f)), element(element) {
+  AddRmsNormKernel(OrtApi api, const OrtKernelInfo* info, int type)
+      : api(api), epsilon(attribute(api, info, "epsilon", 1e-5f)), element(element_of(type)) {
     if (!(epsilon >= 0) || !std::isfinite(epsilon)) fail("epsilon must be 0 or positive: found ", epsilon);
   }
 
@@ -67,8 +54,8 @@ struct SwiGluKernel {
   float alpha;
   cuda::Element element;
 
-  SwiGluKernel(OrtApi api, const OrtKernelInfo* info, cuda::Element element)
-      : api(api), alpha(attribute(api, info, "alpha", 1.0f)), element(element) {
+  SwiGluKernel(OrtApi api, const OrtKernelInfo* info, int type)
+      : api(api), alpha(attribute(api, info, "alpha", 1.0f)), element(element_of(type)) {
     if (!std::isfinite(alpha)) fail("alpha must be finite: found ", alpha);
   }
 
@@ -88,29 +75,11 @@ struct SwiGluKernel {
   }
 };
 
-// The operator for one element type. OrtCustomOp comes first: ONNX Runtime hands back its address.
-struct Operator : OrtCustomOp {
-  int element;
-};
-
 template <typename Kernel>
-Operator make_operator(int element) {
-  Operator op = {};
-  fill_common<Kernel>(op);
-  op.element = element;
-  op.GetExecutionProviderType = [](const OrtCustomOp*) { return "CUDAExecutionProvider"; };
-  op.GetInputTypeCount = [](const OrtCustomOp*) { return Kernel::kInputs; };
-  op.GetInputType = [](const OrtCustomOp* base, size_t) -> int { return static_cast<const Operator*>(base)->element; };
-  op.GetOutputTypeCount = [](const OrtCustomOp*) { return Kernel::kOutputs; };
-  op.GetOutputType = [](const OrtCustomOp* base, size_t) -> int { return static_cast<const Operator*>(base)->element; };
+TypedOperator make_operator(int type) {
+  TypedOperator op = typed_operator<Kernel>(type);
   op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t i) -> int {
     return i < Kernel::kRequiredOutputs ? kRequired : kOptional;
-  };
-  op.CreateKernelV2 = [](const OrtCustomOp* base, OrtApi api, const OrtKernelInfo* info, void** kernel) {
-    return guarded(api, Kernel::kName, [&] {
-      const int element = static_cast<const Operator*>(base)->element;
-      *kernel = new Kernel(api, info, element == kFloat16 ? cuda::Element::kFloat16 : cuda::Element::kBfloat16);
-    });
   };
   return op;
 }
@@ -118,7 +87,7 @@ Operator make_operator(int element) {
 }  // namespace
 
 std::vector<const OrtCustomOp*> kiln::ort::cuda_elementwise_operators() {
-  static const Operator operators[] = {
+  static const TypedOperator operators[] = {
       make_operator<AddRmsNormKernel>(kFloat16), make_operator<AddRmsNormKernel>(kBfloat16),
       make_operator<SwiGluKernel>(kFloat16), make_operator<SwiGluKernel>(kBfloat16)};
   return {&operators[0], &operators[1], &operators[2], &operators[3]};

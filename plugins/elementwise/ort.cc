@@ -13,12 +13,6 @@ namespace {
 using namespace kiln;
 using namespace kiln::ort;
 
-int64_t elements(const std::vector<int64_t>& shape) {
-  int64_t count = 1;
-  for (int64_t size : shape) count *= size;
-  return count;
-}
-
 const float* floats(const Tensor& tensor) { return static_cast<const float*>(tensor.data); }
 
 // Operands in schema.py's order.

@@ -7,8 +7,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "../cuda_operators.h"
-#include "../cuda_scratch.h"
+#include "../cuda_binding.h"
 #include "cuda_attention.h"
 #include "ort_operands.h"
 
@@ -86,8 +85,7 @@ void* Kernel::updated(OrtKernelContext* context, cudaStream_t stream, const Tens
                       size_t itemsize) const {
   void* data = output_data(api, context, output, input.shape);
   if (!data) fail(kOutputNames[output], " is missing: expected an output of the node, since its cache is int8");
-  size_t bytes = itemsize;
-  for (int64_t size : input.shape) bytes *= static_cast<size_t>(size);
+  const size_t bytes = static_cast<size_t>(elements(input.shape)) * itemsize;
   if (data != input.data && bytes > 0)
     require_cuda(cudaMemcpyAsync(data, input.data, bytes, cudaMemcpyDeviceToDevice, stream),
                  "the cache cannot be copied");
@@ -100,9 +98,7 @@ void Kernel::compute(OrtKernelContext* context) const {
   require(api, KernelContextGetInputCount::of(api)(context, &given));
   for (size_t i = 0; i < kInputs && i < given; i++) inputs[i] = input_tensor(api, context, i);
   cuda::PagedAttention call = call_from(inputs);
-  void* handle = nullptr;
-  require(api, KernelContextGetGpuComputeStream::of(api)(context, &handle));
-  const cudaStream_t stream = static_cast<cudaStream_t>(handle);
+  const cudaStream_t stream = stream_of(api, context);
   call.output = output_data(api, context, kOutput, {call.tokens, int64_t{call.heads} * call.head_dim});
   call.key_cache = updated(context, stream, inputs[kKeyCache], kKeyCacheOut, byte_keys ? 1 : 2);
   call.value_cache = updated(context, stream, inputs[kValueCache], kValueCacheOut, byte_values ? 1 : 2);
@@ -124,8 +120,8 @@ const Operator& of(const OrtCustomOp* base) { return *static_cast<const Operator
 OrtStatus* create_kernel(const OrtCustomOp* base, OrtApi api, const OrtKernelInfo* info, void** kernel) {
   return guarded(api, Kernel::kName, [&] {
     const Operator& op = of(base);
-    const cuda::Element element = op.element == kFloat16 ? cuda::Element::kFloat16 : cuda::Element::kBfloat16;
-    *kernel = new Kernel{api, Attributes(api, info), element, op.key_element == kInt8, op.value_element == kInt8};
+    *kernel = new Kernel{api, Attributes(api, info), element_of(op.element), op.key_element == kInt8,
+                         op.value_element == kInt8};
   });
 }
 

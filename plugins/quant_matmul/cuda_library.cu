@@ -1,26 +1,22 @@
 // W8A8 by cuBLASLt. Where it scales sums by row and column itself (e4m3 on compute capability 9.0) results come out of
-// the product; elsewhere sums do, and a kernel makes results of them. The few functions of cuBLASLt are declared here,
-// as its headers may not be there.
+// the product; elsewhere sums do, and a kernel makes results of them.
 #include "cuda_library.h"
-
-#include <dlfcn.h>
 
 #include <climits>
 
+#include "../cuda_cublas.h"
 #include "../elementwise/cuda.h"
 #include "cuda_rows.h"
 
 namespace kiln::cuda {
 namespace {
 
-// Values of cublasLt.h, cublas_api.h and library_types.h, which never change.
-constexpr int kSuccess = 0, kTranspose = 1;
-constexpr int kFloatData = 0, kHalfData = 2, kInt8Data = 3, kInt32Data = 10, kBfloat16Data = 14, kFloat8Data = 28;
-constexpr int kFloatSums = 68, kInt32Sums = 72;
+using namespace cublas;
+
+// Values of cublasLt.h, which never change.
 constexpr int kTransposeA = 3, kEpilogue = 7, kBiasPointer = 8, kBiasType = 26;
 constexpr int kScaleA = 17, kScaleB = 18, kScaleModeA = 31, kScaleModeB = 32, kOuterVector = 3, kAddBias = 4;
 constexpr int kWorkspaceLimit = 1;
-constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // what NVIDIA recommends for Hopper
 
 struct Algorithm {
   uint64_t data[8];
@@ -49,33 +45,21 @@ struct CublasLt {
   int (*multiply)(void* handle, void* operation, const void* alpha, const void* a, void* a_layout, const void* b,
                   void* b_layout, const void* beta, const void* c, void* c_layout, void* d, void* d_layout,
                   const Algorithm* algorithm, void* workspace, size_t workspace_bytes, cudaStream_t stream) = nullptr;
-  bool complete = true;
+  Library library{"libcublasLt.so.13", "libcublasLt.so.12"};
 
   CublasLt() {
-    void* library = nullptr;
-    for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12"})  // first one that is already in the process
-      if (!library) library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
-    for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12"})
-      if (!library) library = dlopen(name, RTLD_LAZY);
-    load(library, "cublasLtCreate", &create);
-    load(library, "cublasLtDestroy", &destroy);
-    load(library, "cublasLtMatmulDescCreate", &create_operation);
-    load(library, "cublasLtMatmulDescDestroy", &destroy_operation);
-    load(library, "cublasLtMatmulDescSetAttribute", &set);
-    load(library, "cublasLtMatrixLayoutCreate", &create_layout);
-    load(library, "cublasLtMatrixLayoutDestroy", &destroy_layout);
-    load(library, "cublasLtMatmulPreferenceCreate", &create_preference);
-    load(library, "cublasLtMatmulPreferenceDestroy", &destroy_preference);
-    load(library, "cublasLtMatmulPreferenceSetAttribute", &set_preference);
-    load(library, "cublasLtMatmulAlgoGetHeuristic", &find);
-    load(library, "cublasLtMatmul", &multiply);
-  }
-
- private:
-  template <typename Function>
-  void load(void* library, const char* name, Function* function) {
-    *function = library ? reinterpret_cast<Function>(dlsym(library, name)) : nullptr;
-    complete &= *function != nullptr;
+    library.find("cublasLtCreate", &create);
+    library.find("cublasLtDestroy", &destroy);
+    library.find("cublasLtMatmulDescCreate", &create_operation);
+    library.find("cublasLtMatmulDescDestroy", &destroy_operation);
+    library.find("cublasLtMatmulDescSetAttribute", &set);
+    library.find("cublasLtMatrixLayoutCreate", &create_layout);
+    library.find("cublasLtMatrixLayoutDestroy", &destroy_layout);
+    library.find("cublasLtMatmulPreferenceCreate", &create_preference);
+    library.find("cublasLtMatmulPreferenceDestroy", &destroy_preference);
+    library.find("cublasLtMatmulPreferenceSetAttribute", &set_preference);
+    library.find("cublasLtMatmulAlgoGetHeuristic", &find);
+    library.find("cublasLtMatmul", &multiply);
   }
 };
 
@@ -94,7 +78,7 @@ struct QuantLibrary::Plan {
 
   Plan(void* handle, const QuantLinear& call, bool direct) : is_int8(call.format == WeightFormat::kInt8) {
     const int type = is_int8 ? kInt8Data : kFloat8Data, sums = is_int8 ? kInt32Data : kFloatData;
-    const int element = call.element == Element::kFloat16 ? kHalfData : kBfloat16Data;
+    const int element = data_type(call.element);
     const uint64_t depth = call.depth, width = weight_rows(call);
     const uint64_t rows = is_int8 ? padded_rows(call.rows) : call.rows;  // what padding gives, nobody reads
     if (lt().create_operation(&operation, is_int8 ? kInt32Sums : kFloatSums, sums) != kSuccess ||
@@ -138,7 +122,7 @@ struct QuantLibrary::Plan {
 
 QuantLibrary::QuantLibrary(const char** error) {
   *error = nullptr;
-  if (!lt().complete) {
+  if (!lt().library.complete()) {
     *error = "cuBLASLt is not there: expected libcublasLt.so.13 or .12 on the library path";
   } else if (lt().create(&handle_) != kSuccess) {
     *error = "cuBLASLt cannot be started on this device";

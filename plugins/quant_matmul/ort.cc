@@ -13,20 +13,9 @@ namespace {
 using namespace kiln;
 using namespace kiln::ort;
 
-int64_t elements(const std::vector<int64_t>& shape) {
-  int64_t count = 1;
-  for (int64_t size : shape) count *= size;
-  return count;
-}
-
 template <typename T>
 T* data(const Tensor& tensor) {
   return static_cast<T*>(tensor.data);
-}
-
-std::vector<int64_t> with_last(std::vector<int64_t> shape, int64_t last) {
-  shape.back() = last;
-  return shape;
 }
 
 // Rows before the last dimension.

@@ -5,8 +5,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "../cuda_operators.h"
-#include "../cuda_scratch.h"
+#include "../cuda_binding.h"
 #include "cuda.h"
 
 namespace {
@@ -19,18 +18,19 @@ const T* values(const Tensor& tensor) {
   return static_cast<const T*>(tensor.data);
 }
 
-cudaStream_t stream_of(OrtApi api, OrtKernelContext* context) {
-  void* handle = nullptr;
-  require(api, KernelContextGetGpuComputeStream::of(api)(context, &handle));
-  return static_cast<cudaStream_t>(handle);
-}
-
 struct SampleKernel {
   static constexpr const char* kName = "Sample";
   static constexpr int kInputTypes[] = {kFloat, kFloat, kInt32, kFloat, kFloat, kInt64, kInt32};
+  static constexpr size_t kInputs = std::size(kInputTypes), kOutputs = 1;
 
   OrtApi api;
   cuda::LogitType type;
+
+  SampleKernel(OrtApi api, const OrtKernelInfo*, int logits)
+      : api(api),
+        type(logits == kFloat     ? cuda::LogitType::kFloat32
+             : logits == kFloat16 ? cuda::LogitType::kFloat16
+                                  : cuda::LogitType::kBfloat16) {}
 
   void compute(OrtKernelContext* context) const {
     const Tensor logits = input_tensor(api, context, 0);
@@ -64,9 +64,11 @@ struct SampleKernel {
 struct FeedTokensKernel {
   static constexpr const char* kName = "FeedTokens";
   static constexpr int kInputTypes[] = {kInt32, kInt32, kInt32};
+  static constexpr size_t kInputs = std::size(kInputTypes), kOutputs = 1;
 
   OrtApi api;
-  cuda::LogitType type;  // it has no logits
+
+  FeedTokensKernel(OrtApi api, const OrtKernelInfo*, int) : api(api) {}
 
   void compute(OrtKernelContext* context) const {
     const Tensor ids = input_tensor(api, context, 0), feed = input_tensor(api, context, 1);
@@ -86,40 +88,22 @@ struct FeedTokensKernel {
   }
 };
 
-// The operator for one type of logits. OrtCustomOp comes first: ONNX Runtime hands back its address.
-struct Operator : OrtCustomOp {
-  int logits;
-};
-
+// For one type of logits.
 template <typename Kernel>
-Operator make_operator(int logits) {
-  Operator op = {};
-  fill_common<Kernel>(op);
-  op.logits = logits;
-  op.GetExecutionProviderType = [](const OrtCustomOp*) { return "CUDAExecutionProvider"; };
-  op.GetInputTypeCount = [](const OrtCustomOp*) { return std::size(Kernel::kInputTypes); };
+TypedOperator make_operator(int type) {
+  TypedOperator op = typed_operator<Kernel>(type);
   op.GetInputType = [](const OrtCustomOp* base, size_t i) -> int {
     const bool is_logits = i == 0 && std::is_same_v<Kernel, SampleKernel>;
-    return is_logits ? static_cast<const Operator*>(base)->logits : Kernel::kInputTypes[i];
+    return is_logits ? type_of(base) : Kernel::kInputTypes[i];
   };
-  op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
   op.GetOutputType = [](const OrtCustomOp*, size_t) -> int { return kInt32; };
-  op.CreateKernelV2 = [](const OrtCustomOp* base, OrtApi api, const OrtKernelInfo*, void** kernel) {
-    return guarded(api, Kernel::kName, [&] {
-      const int logits = static_cast<const Operator*>(base)->logits;
-      const cuda::LogitType type = logits == kFloat     ? cuda::LogitType::kFloat32
-                                   : logits == kFloat16 ? cuda::LogitType::kFloat16
-                                                        : cuda::LogitType::kBfloat16;
-      *kernel = new Kernel{api, type};
-    });
-  };
   return op;
 }
 
 }  // namespace
 
 std::vector<const OrtCustomOp*> kiln::ort::cuda_sampling_operators() {
-  static const Operator operators[] = {
+  static const TypedOperator operators[] = {
       make_operator<SampleKernel>(kFloat), make_operator<SampleKernel>(kFloat16),
       make_operator<SampleKernel>(kBfloat16), make_operator<FeedTokensKernel>(kFloat)};
   return {&operators[0], &operators[1], &operators[2], &operators[3]};
