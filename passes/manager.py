@@ -67,7 +67,10 @@ class Errors:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one run before and after a pass, medians of interleaved runs; `noise` is their relative spread."""
+    """Seconds of one run before and after a pass, from runs that took turns.
+
+    `noise`: how far the ratio of the two may be off, as a part of it.
+    """
 
     before: float
     after: float

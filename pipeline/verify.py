@@ -24,6 +24,7 @@ from pipeline.compare.inputs import InputSpec, input_specs_from_graph, sample_of
 from pipeline.compare.onnx_subject import bound_graph
 from pipeline.io_layout import from_model, original_specs, permutations_from_path, to_model
 from pipeline.packed import decoder_feeds, packed_logits, step_inputs_of_prompt
+from pipeline.paired import LEAST_PAIRS, interval_of, ratios_of
 from pipeline.ranges import measure_ranges
 from plugins.errors import KilnError
 
@@ -111,23 +112,20 @@ class StepClock:
         self.feeds = None if model.decoder else next(iter(inputs or generated_inputs(model, plugins)))
 
     def __call__(self, before: Path, after: Path) -> Timing:
-        """Alternating calls for `seconds`, at least three of each, after one to warm up."""
+        """Alternating calls for `seconds`, at least `LEAST_PAIRS` of each, after one to warm up."""
         with tempfile.TemporaryDirectory(prefix="kiln-clock-") as folder:
             calls = [self._call(path, Path(folder) / str(number)) for number, path in enumerate((before, after))]
         times: list[list[float]] = [[], []]
         for call in calls:
             call()
         end = time.perf_counter() + self.seconds
-        while len(times[1]) < 3 or time.perf_counter() < end:
+        while len(times[1]) < LEAST_PAIRS or time.perf_counter() < end:
             for call, taken in zip(calls, times, strict=True):
                 start = time.perf_counter()
                 call()
                 taken.append(time.perf_counter() - start)
-        quartiles = [statistics.quantiles(taken, n=4) for taken in times]
-        medians = [middle for _, middle, _ in quartiles]
-        # Half the interquartile range of either side, over its median: what a repetition may differ by.
-        noise = max((high - low) / 2 / middle for low, middle, high in quartiles)
-        return Timing(medians[0], medians[1], noise)
+        before_pass, ratio = statistics.median(times[0]), interval_of(ratios_of(*times))
+        return Timing(before_pass, before_pass * ratio.median, ratio.noise)
 
     def _call(self, path: Path, folder: Path) -> Callable[[], object]:
         if self.decoder is None:

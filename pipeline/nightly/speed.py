@@ -1,21 +1,15 @@
 """The speed gate: is the candidate slower than `stable`, beyond what this machine's noise explains?
 
 Both engines are open in one process and take turns; of each pair the order is drawn, so that neither drift nor the
-cache's state favours a side. A pair gives one ratio of times. The median's confidence interval comes from the ratios'
-order statistics, the sign test turned around: it assumes no distribution and shrugs off outliers. A candidate fails
-where even the interval's lower end is beyond the limit; where only the median is, more pairs are measured, and what
-they leave undecided passes, with a note.
-
-    interval [x(k), x(n-k+1)], k the largest with P(Binomial(n, 1/2) < k) <= (1 - confidence) / 2
-    (W. J. Conover, Practical Nonparametric Statistics, 3rd ed., section 3.2)
+cache's state favours a side. A pair gives one ratio of times, candidate to stable. A candidate fails where even the
+lower end of the median's interval is beyond the limit; where only the median is, more pairs are measured, and what they
+leave undecided passes, with a note.
 """
 
 import math
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +24,10 @@ from engines.runtime.request import Request, SamplingParams
 from engines.runtime.scheduler import SchedulerConfig
 from pipeline.compare.inputs import input_specs_from_graph, sample_of_batch
 from pipeline.nightly.config import SpeedOptions
+from pipeline.paired import Interval, interval_of
 from pipeline.progress import Progress
-from plugins.errors import KilnError
 
 Call = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Of the ratio of times, candidate to stable."""
-
-    median: float
-    lowest: float
-    highest: float
-    pairs: int
 
 
 def judge_speed(
@@ -79,17 +63,6 @@ def measure(seconds: Callable[[int], float], options: SpeedOptions, told: Callab
         if decided or wanted >= options.most_pairs:
             return interval
         wanted = min(2 * wanted, options.most_pairs)
-
-
-def interval_of(ratios: Sequence[float], confidence: float) -> Interval:
-    """The median and its interval; raises KilnError where there are too few ratios for the confidence."""
-    n, ordered = len(ratios), sorted(ratios)
-    allowed, k, below = (1 - confidence) / 2, 0, 0.0
-    while (below := below + math.comb(n, k) / 2**n) <= allowed:
-        k += 1
-    if k == 0:
-        raise KilnError(f"{n} pairs are too few for a confidence of {confidence:g}; raise speed.pairs")
-    return Interval(statistics.median(ordered), ordered[k - 1], ordered[n - k], n)
 
 
 def verdict(interval: Interval, options: SpeedOptions) -> dict[str, Any]:

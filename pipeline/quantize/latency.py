@@ -26,11 +26,12 @@ from passes.pattern import only_consumer, producer
 from passes.quantization.layers import Layer, name_layers
 from passes.quantization.plan import LayerPlan, PrecisionPlan
 from passes.shapes import infer_shapes
+from pipeline.paired import LEAST_PAIRS, Interval, interval_of, ratios_of
 from pipeline.quantize.candidates import Rewrites, apply
 
 Shape = tuple[int, ...]
-_SECONDS = 0.15
-_LEAST_RUNS = 5
+_SECONDS = (0.3, 1.2)
+"""Of measuring two forms in turn: usually, and where that does not tell them apart."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,16 @@ class Phase:
 
 @dataclass(frozen=True)
 class Latency:
-    """Median seconds of one call, float and planned, and the relative spread of either."""
+    """Median seconds of a call in float, and the planned form's time as a multiple of it."""
 
     float_seconds: float
-    planned_seconds: float
-    spread: float
+    ratio: Interval
 
     @property
     def saved(self) -> float:
-        """Seconds; 0 where the difference is within the spread."""
-        saved = self.float_seconds - self.planned_seconds
-        return saved if abs(saved) > self.spread * self.float_seconds else min(saved, 0.0)
+        """Seconds; not above 0 where chance may be what saved them."""
+        saved = self.float_seconds * (1 - self.ratio.median)
+        return saved if self.ratio.decided else min(saved, 0.0)
 
 
 @dataclass
@@ -106,19 +106,21 @@ def _random_feed(path: Path, shape: Shape) -> dict[str, NDArray]:
 
 
 def _alternate(models: Sequence[OnnxRuntimeModel], feeds: Sequence[Mapping[str, NDArray]]) -> Latency:
-    """`feeds`: of each model."""
+    """`feeds`: of each model. Longer than usual where chance could explain the difference so far."""
     times: list[list[float]] = [[] for _ in models]
     for model, feed in zip(models, feeds, strict=True):
         model.infer(feed)
-    end = time.perf_counter() + _SECONDS * len(models)
-    while len(times[-1]) < _LEAST_RUNS or time.perf_counter() < end:
-        for model, feed, taken in zip(models, feeds, times, strict=True):
-            start = time.perf_counter()
-            model.infer(feed)
-            taken.append(time.perf_counter() - start)
-    quartiles = [statistics.quantiles(taken, n=4) for taken in times]
-    (low, middle, _), (planned_low, planned, _) = quartiles
-    return Latency(middle, planned, max((middle - low) / middle, (planned - planned_low) / planned))
+    start = time.perf_counter()
+    for seconds in _SECONDS:
+        while len(times[-1]) < LEAST_PAIRS or time.perf_counter() < start + seconds:
+            for model, feed, taken in zip(models, feeds, times, strict=True):
+                before = time.perf_counter()
+                model.infer(feed)
+                taken.append(time.perf_counter() - before)
+        ratio = interval_of(ratios_of(*times))
+        if ratio.decided:
+            break
+    return Latency(statistics.median(times[0]), ratio)
 
 
 def _write_layer(reference: Path, layer: Layer, shape: Shape, target: Path, rewrites: Sequence[Pass]) -> None:
