@@ -3,7 +3,7 @@
 For a tensor x [..., K] that only products read, and factors s [K]: W <- s * W in each of them, and x <- x / s in what
 makes it:
 
-1. a norm over the last axis: gamma / s, beta / s;
+1. a norm over the last axis: gamma / s, beta / s; so a Mul by a constant row, as such a norm ends in arithmetic;
 2. a product with constant weights, with or without bias: its columns / s;
 3. a view that keeps the last dimension, a choice of rows, a Relu, or a guard `Where(IsNaN(a), 0, a)`: what they read;
 4. `a * b`, the end of SwiGLU, or kiln::SwiGlu(gate, up): up, or else the other one;
@@ -129,6 +129,8 @@ def source_of(scope: gs.Graph, tensor: gs.Tensor, width: int, rescaled: Rescaled
         return _norm(node, tensor, width)
     if is_op(node, *VIEWS, "Relu") or _is_guard(node) or _chooses_rows(node):
         return _inner(scope, node.inputs[2 if node.op == "Where" else 0], width, node, rescaled)
+    if is_op(node, "Mul") and (weights := [i for i in (0, 1) if _is_row(node.inputs[i], width)]):
+        return _weighted(node, tensor, weights[0])
     if is_op(node, "Mul") or is_op(node, SWIGLU.op_type, domain=SWIGLU.domain):
         return _gated(scope, node, width, rescaled)
     if node.op in (paged.OP_TYPE, "MultiHeadAttention") and node.outputs[0] is tensor:
@@ -148,6 +150,22 @@ def _norm(node: gs.Node, tensor: gs.Tensor, width: int) -> Source:
             old = values_of(node.inputs[index])
             assert old is not None
             node.inputs[index] = new_constant(tensor, f"scaled_{index}", (old / factors).astype(old.dtype))
+
+    return Source(divide)
+
+
+def _is_row(tensor: gs.Tensor, width: int) -> bool:
+    values = values_of(tensor)
+    return values is not None and values.shape == (width,)
+
+
+def _weighted(node: gs.Node, tensor: gs.Tensor, index: int) -> Source:
+    """A Mul by a constant row, as an RMS norm that is written as arithmetic ends."""
+
+    def divide(factors: Factors) -> None:
+        old = values_of(node.inputs[index])
+        assert old is not None
+        node.inputs[index] = new_constant(tensor, f"scaled_{index}", (old / factors).astype(old.dtype))
 
     return Source(divide)
 

@@ -39,6 +39,7 @@ def chain(tools, kind: str) -> onnx.ModelProto:
     nodes = {
         "layer norm": [make("LayerNormalization", ["x", gamma, beta], ["h"], axis=-1)],
         "rms norm": [make("SimplifiedLayerNormalization", ["x", gamma], ["h"], axis=-1)],
+        "weighted": [make("Sigmoid", ["x"], ["bounded"]), make("Mul", [gamma, "bounded"], ["h"])],
         "biased": [make("MatMul", ["x", w], ["p"], name="zero"), make("Add", [beta, "p"], ["h"])],
         "gemm": [make("Gemm", ["x", w, beta], ["h"], name="zero", transB=1, alpha=0.5, beta=2.0)],
         "relu": [
@@ -85,7 +86,7 @@ def shape() -> onnx.TensorProto:
     return onnx.numpy_helper.from_array(np.array([5, K], np.int64), "s")
 
 
-CHAINS = ("rows", "layer norm", "rms norm", "kiln norm", "biased", "gemm", "relu", "swiglu", "kiln swiglu")
+CHAINS = ("rows", "layer norm", "rms norm", "weighted", "kiln norm", "biased", "gemm", "relu", "swiglu", "kiln swiglu")
 
 
 @pytest.mark.parametrize("kind", CHAINS)
@@ -209,7 +210,7 @@ def test_awq_keeps_the_outputs_with_a_multiplication_where_nothing_takes_it(tool
     moments = {"one": activations.T @ activations / 64}
     applied = tools.apply(model, ScaleForAwq(wanted, moments=moments))
     assert applied.outcome.rewrites == 1, applied.outcome.notes
-    assert applied.ops.count("Mul") == (kind in ("residual", "swiglu"))
+    assert applied.ops.count("Mul") == (kind in ("residual", "swiglu", "weighted"))
     tools.same_outputs(model, applied.model, tools.feeds(model), 2e-5)
 
 
