@@ -85,7 +85,8 @@ def judge(sku: Sku, machine: Machine) -> Verdict:
     if sku.is_cpu:
         needs += [_cpu(sku, machine), _runtime(machine)]
     else:
-        needs += [_gpu(sku, machine), _driver(machine)]
+        stages: tuple[Stage, ...] = _BOTH if sku.backend == "tensorrt" else ("run",)
+        needs += [_gpu(sku, machine, stages), _driver(machine, stages)]
         needs += _tensorrt(sku, machine) if sku.backend == "tensorrt" else _cuda(machine)
     return Verdict(sku.name, tuple(needs), tuple(_optional(sku, machine)))
 
@@ -122,16 +123,16 @@ def _runtime(machine: Machine) -> Need:
     return Need(name, _BOTH)
 
 
-def _gpu(sku: Sku, machine: Machine) -> Need:
-    """An engine is checked before it is published, so building needs the GPU as well."""
+def _gpu(sku: Sku, machine: Machine, stages: tuple[Stage, ...]) -> Need:
+    """TensorRT builds on the GPU that it builds for; ONNX Runtime's engines are judged on a CPU."""
     matches = [match_gpu(gpu, {sku.name: sku}) for gpu in machine.gpus]
     if any(match.sku for match in matches):
-        return Need("GPU", _BOTH)
+        return Need("GPU", stages)
     found = ", ".join(gpu.name for gpu in machine.gpus) or "none"
-    return Need("GPU", _BOTH, f"this machine's GPU is {found}: use a machine with {sku.title or sku.name}")
+    return Need("GPU", stages, f"this machine's GPU is {found}: use a machine with {sku.title or sku.name}")
 
 
-def _driver(machine: Machine) -> Need:
+def _driver(machine: Machine, stages: tuple[Stage, ...]) -> Need:
     name, command = "NVIDIA driver", _DRIVERS.get(machine.distribution)
     found = machine.driver
     major = (found.found or "").partition(".")[0]
@@ -140,26 +141,27 @@ def _driver(machine: Machine) -> Need:
     elif machine.board is None and major.isdigit() and int(major) < OLDEST_DRIVER:
         problem = f"found {found.found}, but CUDA 13 needs {OLDEST_DRIVER} or newer"
     else:
-        return Need(name, _BOTH)
+        return Need(name, stages)
     if command and command.endswith(_FROM_NVIDIA):
         problem += "; the package is in NVIDIA's CUDA repository for this system, which must be set up first"
-    return Need(name, _BOTH, problem, _root(machine, command) if command else None)
+    return Need(name, stages, problem, _root(machine, command) if command else None)
 
 
 def _cuda(machine: Machine) -> list[Need]:
-    """ONNX Runtime's CUDA provider and our library of operators for it."""
+    """ONNX Runtime, its CUDA provider, which only running needs, and our library of operators for it."""
+    stages: tuple[Stage, ...] = ("run",) if machine.runtime.ok else _BOTH
     runtime, wanted = "ONNX Runtime with CUDA", "onnxruntime-gpu[cuda,cudnn]>=1.31"
     if len(machine.runtime_packages) > 1:
         provider = Need(runtime, _BOTH, _overwritten(machine), _replace_runtime(machine, wanted))
     elif "CUDAExecutionProvider" not in machine.providers:
         offers = ", ".join(machine.providers) or machine.runtime.problem
         problem = f"the installed one has no CUDAExecutionProvider ({offers})"
-        provider = Need(runtime, _BOTH, problem, _replace_runtime(machine, wanted))
+        provider = Need(runtime, stages, problem, _replace_runtime(machine, wanted))
     elif not machine.cuda_provider.ok:
         problem = f"its CUDA provider does not load: {machine.cuda_provider.problem}"
-        provider = Need(runtime, _BOTH, problem, f"{_pip(machine, wanted)} && export {_libraries(machine)}")
+        provider = Need(runtime, stages, problem, f"{_pip(machine, wanted)} && export {_libraries(machine)}")
     else:
-        provider = Need(runtime, _BOTH)
+        provider = Need(runtime, stages)
     return [provider, *_cuda_compiler(machine)]
 
 

@@ -163,6 +163,19 @@ def test_another_gpu_is_not_the_one(finished):
     assert "this machine's GPU is NVIDIA L4" in judge(TABLE["h200"], COMPLETE).missing[0].problem
 
 
+def test_without_a_gpu_it_builds_what_onnx_runtime_runs_and_nothing_of_tensorrt(finished):
+    bare = replace(
+        COMPLETE,
+        gpus=(),
+        driver=absent("NVIDIA driver"),
+        providers=("CPUExecutionProvider",),
+        tensorrt=there("TensorRT"),
+    )
+    for name, builds in (("l4", True), ("h200", True), ("t4", False)):
+        verdict = judge(TABLE[name], bare)
+        assert (verdict.can("build"), verdict.can("run")) == (builds, False), name
+
+
 def test_without_nvcc_it_runs_and_does_not_build(finished):
     verdict = judge(TABLE["l4"], replace(COMPLETE, nvcc=absent("CUDA compiler")))
     assert (verdict.can("build"), verdict.can("run")) == (False, True)
