@@ -10,6 +10,7 @@ kernels, more take cuBLAS; see `kernel_rows` there. Left alone: depths that are 
 Every dot product keeps its terms, summed in FP32 in another order.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,14 @@ from passes.low_form import has_type
 from passes.pattern import (
     CONTRIB,
     in_scope,
+    is_op,
     only_consumer,
     other_input,
     producer,
     replace_node,
     rewrite_nodes,
     static_dim,
-    substitute,
+    take_outputs,
     values_of,
 )
 from passes.precision_islands import LOW_TYPES
@@ -58,30 +60,12 @@ class BindLinear:
         return Outcome(gated.rewrites + plain.rewrites, notes=[*gated.notes, *plain.notes])
 
     def _gated(self, scope: gs.Graph, activation: gs.Node) -> bool:
-        split = producer(activation.inputs[0], "Split")
-        if split is None or float(activation.attrs.get("alpha", 1.702)) != 1.0 or len(split.outputs) != 2:
+        gate = gate_of(scope, activation)
+        if gate is None or not _has_weight(gate.matmul):
             return False
-        gate, up = split.outputs
-        product = only_consumer(scope, activation.outputs[0], "Mul")
-        matmul = producer(split.inputs[0], "MatMul")
-        if activation.inputs[0] is not gate or product is None or matmul is None or not _has_weight(matmul):
-            return False
-        alone = only_consumer(scope, split.inputs[0]) is split and only_consumer(scope, gate) is activation
-        if (
-            not alone
-            or only_consumer(scope, up) is not product
-            or other_input(product, activation.outputs[0]) is not up
-        ):
-            return False
-        width, half = static_dim(matmul.inputs[1], 1), static_dim(gate, -1)
-        if width is None or half is None or width != 2 * half or half % _VECTOR:
-            return False
-        if not all(in_scope(scope, node) for node in (split, product, matmul)):
-            return False
-        weight = _transposed(matmul)
-        attributes = {"kernel_rows": self.rows}
-        substitute(scope, product, LINEAR_SWIGLU.op_type, matmul.inputs[0], weight, domain=LINEAR.domain, **attributes)
-        for node in (activation, split, matmul):
+        operands = [gate.matmul.inputs[0], _transposed(gate.matmul)]
+        self._bind(scope, LINEAR_SWIGLU.op_type, gate.product, gate.matmul, operands)
+        for node in (activation, gate.split, gate.matmul):
             replace_node(scope, node)
         return True
 
@@ -95,10 +79,49 @@ class BindLinear:
         if add is not None and isinstance(bias, gs.Constant) and list(bias.shape) == [width]:
             last = add
             operands.append(bias)
-        substitute(scope, last, LINEAR.op_type, *operands, domain=LINEAR.domain, kernel_rows=self.rows)
+        self._bind(scope, LINEAR.op_type, last, matmul, operands)
         if last is add:
             replace_node(scope, matmul)
         return True
+
+    def _bind(self, scope: gs.Graph, op: str, last: gs.Node, matmul: gs.Node, operands: list[gs.Tensor]) -> None:
+        """One node instead of `last`, under the product's name: plans of quantisation know it by that."""
+        attributes = {"kernel_rows": self.rows}
+        replace_node(scope, last, gs.Node(op, matmul.name, attributes, operands, take_outputs(last), LINEAR.domain))
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The nodes of SwiGLU over one packed product, without the activation."""
+
+    matmul: gs.Node
+    split: gs.Node
+    product: gs.Node
+
+
+def gate_of(scope: gs.Graph, activation: gs.Node) -> Gate | None:
+    """What rule 1 matches around a QuickGelu of `scope`, whatever its type; None where that is something else."""
+    split = producer(activation.inputs[0], "Split")
+    if split is None or float(activation.attrs.get("alpha", 1.702)) != 1.0 or len(split.outputs) != 2:
+        return None
+    gate, up = split.outputs
+    product = only_consumer(scope, activation.outputs[0], "Mul")
+    matmul = producer(split.inputs[0], "MatMul")
+    if activation.inputs[0] is not gate or product is None or matmul is None:
+        return None
+    alone = only_consumer(scope, split.inputs[0]) is split and only_consumer(scope, gate) is activation
+    if not alone or only_consumer(scope, up) is not product or other_input(product, activation.outputs[0]) is not up:
+        return None
+    width, half = static_dim(matmul.inputs[1], 1), static_dim(gate, -1)
+    if width is None or half is None or width != 2 * half or half % _VECTOR:
+        return None
+    return Gate(matmul, split, product) if all(in_scope(scope, node) for node in (split, product, matmul)) else None
+
+
+def gated_products(graph: gs.Graph) -> set[str]:
+    """Names of the products of the main graph that rule 1 takes once they are in 16 bits."""
+    activations = [node for node in graph.nodes if is_op(node, "QuickGelu", domain=CONTRIB)]
+    return {gate.matmul.name for node in activations if (gate := gate_of(graph, node)) is not None}
 
 
 def _has_weight(matmul: gs.Node) -> bool:

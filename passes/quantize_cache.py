@@ -16,6 +16,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from passes.base import Effect, Outcome, Refusal
+from passes.low_form import has_type
 from passes.onnx_model import DECODER_METADATA, DecoderSpec
 from passes.scopes import label
 from plugins.paged_attention.schema import DOMAIN, INPUTS, OP_TYPE, OUTPUTS, CacheTensor
@@ -68,8 +69,8 @@ def attention_over(graph: gs.Graph, tensors: tuple[CacheTensor, ...]) -> gs.Node
         given, result = inputs.get(tensor.name), outputs.get(tensor.output_name)
         if given is None or result is None:
             raise Refusal(f"the graph lacks {tensor.name} or {tensor.output_name}")
-        if given.dtype != np.dtype(tensor.dtype):
-            raise Refusal(f"{tensor.name} is {np.dtype(given.dtype)}; expected {tensor.dtype}")
+        if not has_type(given, np.dtype(tensor.dtype)):
+            raise Refusal(f"{tensor.name} is {given.dtype}; expected {tensor.dtype}")
         users = [node for node in (*given.outputs, *result.inputs, *result.outputs) if node not in nodes]
         nodes += [node for index, node in enumerate(users) if node not in users[:index]]
     if len(nodes) != 1 or (nodes[0].op, nodes[0].domain) != (OP_TYPE, DOMAIN) or nodes[0] not in graph.nodes:

@@ -5,7 +5,7 @@ One visible table. The order matters: what a pass looks for is what those before
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from passes.onnx_model import DecoderSpec
 from passes.pack_matmuls import PackMatMuls
 from passes.prune import PruneStructure
 from passes.quantize_cache import QuantizeCache
+from passes.quantize_linear import QuantizeLinear
 from passes.remove_no_ops import RemoveNoOps
 from passes.remove_unused import RemoveUnused
 from passes.reparameterize import Reparameterize
@@ -135,7 +136,15 @@ def _attention_target(target: PassTarget) -> dict[str, Any]:
     return {"target": "standard" if target.backend == "tensorrt" else "onnxruntime"}
 
 
-FLOAT_TABLE: tuple[Entry, ...] = (
+def _cast_decoder(target: PassTarget) -> dict[str, Any]:
+    """The decoder as `cast_attention` leaves it."""
+    if target.decoder is None or not _on_cuda(target):
+        return {"decoder": target.decoder}
+    kv = replace(target.decoder.kv, dtype=_half_type(target)["dtype"], value_dtype=None)
+    return {"decoder": replace(target.decoder, kv=kv)}
+
+
+_REWRITES: tuple[Entry, ...] = (
     Entry(BindAttention, default=lambda target: target.backend == "cpu" or _on_cuda(target)),
     Entry(FoldConstants),
     Entry(RemoveNoOps),
@@ -161,14 +170,14 @@ FLOAT_TABLE: tuple[Entry, ...] = (
     ),
     Entry(FuseSkipNorm, default=lambda target: target.backend == "cuda" and not _half_on_cuda(target)),
     Entry(PruneStructure, default=_never),
-    Entry(
-        CastPrecision,
-        default=lambda target: target.precision != "fp32",
-        options=lambda target: {**_half_type(target), "measure": target.measure_ranges},
-    ),
-    Entry(BindAddRmsNorm, default=_with_plugins),
-    Entry(BindSwiglu, default=_with_plugins),
 )
+_CAST = Entry(
+    CastPrecision,
+    default=lambda target: target.precision != "fp32",
+    options=lambda target: {**_half_type(target), "measure": target.measure_ranges},
+)
+_CPU_OPERATORS = (Entry(BindAddRmsNorm, default=_with_plugins), Entry(BindSwiglu, default=_with_plugins))
+FLOAT_TABLE = (*_REWRITES, _CAST, *_CPU_OPERATORS)
 """What a graph is rewritten to before it is calibrated and quantised."""
 
 BINDING_TABLE: tuple[Entry, ...] = (
@@ -179,8 +188,9 @@ BINDING_TABLE: tuple[Entry, ...] = (
     ),
     Entry(BindHalfNorm, default=_half_on_cuda, options=_half_type),
     Entry(BindLinear, default=_half_on_cuda, options=lambda target: {"rows": target.linear_rows}),
+    Entry(QuantizeLinear, default=_never),
     Entry(AttentionPrecision, default=_never),
-    Entry(QuantizeCache, default=_never, options=lambda target: {"decoder": target.decoder}),
+    Entry(QuantizeCache, default=_never, options=_cast_decoder),
     Entry(FuseQdq, default=lambda target: target.backend == "cpu"),
     Entry(LayoutNhwc, options=lambda target: {"target": _LAYOUTS[target.backend]}),
     Entry(SinkTransposes),
@@ -193,6 +203,11 @@ BINDING_TABLE: tuple[Entry, ...] = (
     Entry(BindSampling, default=_on_cuda),
 )
 """What turns the result into a backend's own forms."""
+
+WIDE_TABLE = (*_REWRITES, *_CPU_OPERATORS)
+NARROWING_TABLE = (_CAST, *BINDING_TABLE)
+"""The same two parts, cut before the cast to 16 bits: what is calibrated for Kiln's CUDA operators is in FP32, which
+this machine's CPU runs, and is quantised once the operators are there."""
 
 TABLE = (*FLOAT_TABLE, *BINDING_TABLE)
 

@@ -1,11 +1,12 @@
 """A graph for a GPU in the form that this machine's CPU can run, to judge what passes made of it.
 
 Every operator on 16-bit tensors runs in FP32 between two Casts, so that its result is rounded once, as the GPU's
-operators do; Kiln's CUDA operators become the CPU library's, or the standard operators that they stand for. What a
-graph computes can so be judged without a GPU; the GPU's kernels cannot, and are not: `kiln tune` does that there.
+operators do; Kiln's CUDA operators become the CPU library's, or the standard operators that they stand for, as
+`passes.quantization.cuda_form` has products with weights of 8 or 4 bits. What a graph computes can so be judged without
+a GPU; the GPU's kernels cannot, and are not: `kiln tune` does that there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
@@ -16,30 +17,36 @@ from passes.low_form import has_type
 from passes.manager import link_weights
 from passes.norm_pattern import type_of
 from passes.onnx_model import load_structure
-from passes.pattern import STANDARD, replace_uses
+from passes.pattern import STANDARD, replace_uses, values_of
 from passes.precision_islands import FP32, LOW_TYPES
+from passes.quantization.cuda_form import QuantisedWeight, StandardForm
+from passes.quantization.cuda_schemes import DEFAULT_ROWS
 from passes.scopes import scopes
 from passes.shapes import infer_shapes
+from passes.weights import spill
 from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
+from plugins.errors import KilnError
 from plugins.paged_attention.schema import DOMAIN, INPUTS, OP_TYPE
+from plugins.quant_matmul.cuda_packing import unpack
+from plugins.quant_matmul.cuda_schema import FORMATS, QUANT_LINEAR, QUANT_LINEAR_SWIGLU
 from plugins.sampling.schema import FEED_TOKENS, GRAPH_INPUTS, TOKENS
 
 _KEPT = frozenset({"Cast", "Gather", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Shape", "Size"})
 """The CPU has these for every type."""
 _ATTENTION_OPERANDS = [spec.name for spec in INPUTS].index("value") + 1
 """The rest are caches, in any type, indices, and tables in FP32."""
-_CUDA_ONLY = {(LINEAR.domain, LINEAR.op_type), (LINEAR_SWIGLU.domain, LINEAR_SWIGLU.op_type)}
+_LOW_BIT = (QUANT_LINEAR.op_type, QUANT_LINEAR_SWIGLU.op_type)
+_CUDA_ONLY = {(LINEAR.domain, op) for op in (LINEAR.op_type, LINEAR_SWIGLU.op_type, *_LOW_BIT)}
 
 
 def needs_cpu_form(proto: onnx.ModelProto) -> bool:
     """Whether a serving graph holds operators that only the CUDA library has, or BF16, which the CPU lacks."""
     types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.value_info}
-    if onnx.TensorProto.BFLOAT16 in types.values():
-        return True
     for node in proto.graph.node:
-        if (node.domain, node.op_type) in _CUDA_ONLY:
+        kind, given = (node.domain, node.op_type), [types.get(name) for name in (*node.input, *node.output)]
+        if kind in _CUDA_ONLY or (kind == (DOMAIN, OP_TYPE) and given[0] not in (None, onnx.TensorProto.FLOAT)):
             return True
-        if (node.domain, node.op_type) == (DOMAIN, OP_TYPE) and types.get(node.input[0], 1) != 1:
+        if onnx.TensorProto.BFLOAT16 in given and not (node.op_type in _KEPT and node.domain == STANDARD):
             return True
     return False
 
@@ -58,6 +65,7 @@ def write_cpu_form(path: Path, folder: Path) -> Path:
     metadata = {entry.key: entry.value for entry in load_structure(path).metadata_props}
     link_weights(path, folder)
     target = folder / f"cpu-{path.name}"
+    spill(graph, folder / f"{target.name}.data")
     target.write_bytes(proto_from_graph(graph, metadata).SerializeToString())
     return target
 
@@ -109,29 +117,26 @@ class _Rewriting:
         return self.wide[id(tensor)]
 
     def _in_standard_form(self, node: gs.Node) -> list[gs.Node]:
-        if node.domain != LINEAR.domain or node.op not in (LINEAR.op_type, LINEAR_SWIGLU.op_type):
+        if (node.domain, node.op) not in _CUDA_ONLY:
             return [node]
-        (x, weight, *bias), (y,) = list(node.inputs), list(node.outputs)
+        (x, weight, *rest), (y,) = list(node.inputs), list(node.outputs)
         node.inputs.clear()
         node.outputs.clear()
-        made: list[gs.Node] = []
+        quantised = None
+        if node.op in _LOW_BIT:
+            quantised, rest = _weight_of(weight, rest[0], node.attrs), rest[1:]
+        swiglu = node.op in (LINEAR_SWIGLU.op_type, QUANT_LINEAR_SWIGLU.op_type)
+        return StandardForm(node.name, x, y).run(quantised or weight, rest[0] if rest else None, swiglu)
 
-        def values(op: str, operands: Sequence[gs.Tensor], outputs: int, **attributes: object) -> list[gs.Variable]:
-            results = [gs.Variable(f"{y.name}/cpu{len(made)}_{n}", FP32) for n in range(outputs)]
-            made.append(gs.Node(op, f"{y.name}/cpu{len(made)}", attributes, list(operands), results, domain=STANDARD))
-            return results
 
-        def value(op: str, *operands: gs.Tensor, perm: list[int] | None = None) -> gs.Variable:
-            return values(op, operands, 1, **({} if perm is None else {"perm": perm}))[0]
-
-        product = value("MatMul", x, value("Transpose", weight, perm=[1, 0]))
-        if bias:
-            product = value("Add", product, bias[0])
-        if node.op == LINEAR_SWIGLU.op_type:
-            gate, up = values("Split", [product], 2, axis=-1, num_outputs=2)
-            product = value("Mul", value("Mul", gate, value("Sigmoid", gate)), up)
-        made[-1].outputs[0] = y
-        return made
+def _weight_of(packed: gs.Tensor, scale: gs.Tensor, attributes: Mapping[str, int]) -> QuantisedWeight:
+    form, values, scales = FORMATS[attributes["format"]], values_of(packed), values_of(scale)
+    if values is None or scales is None:
+        raise KilnError(
+            f"the weight '{packed.name}' is no constant; Kiln's CUDA products are judged with constant ones"
+        )
+    rows = attributes.get("kernel_rows", DEFAULT_ROWS)
+    return QuantisedWeight(unpack(values, form), scales, form, attributes.get("group_size", 0), rows)
 
 
 def _is_low(tensor: gs.Tensor) -> bool:

@@ -47,6 +47,9 @@ class LayerPlan:
     reason: str = ""
     activation_group_size: int = 0
     """Of the dynamic schemes: values of a row that share a scale; 0: all. Else the same as `group_size`."""
+    kernel_rows: int | None = None
+    """Of Kiln's CUDA products: up to so many rows are multiplied as they are (plugins/quant_matmul/cuda_schema.py);
+    None: as many as where nobody measured."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -100,9 +103,9 @@ class PrecisionPlan:
         """The text of a file that `plan_from_toml` reads."""
         import tomli_w
 
-        document = asdict(self)
+        document, usual = asdict(self), asdict(LayerPlan())
         document["layers"] = {
-            name: {key: value for key, value in layer.items() if value not in ("", None, 0) or key == "scheme"}
+            name: {key: value for key, value in layer.items() if value != usual[key] or key == "scheme"}
             for name, layer in document["layers"].items()
         }
         return tomli_w.dumps(document)

@@ -3,17 +3,19 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from passes.quantization.cuda_schemes import FORMAT_OF
 from passes.quantization.gptq import gptq
 from passes.quantization.grid import Grid, QuantisedWeight, Zeros, round_to_nearest
 from passes.quantization.hqq import hqq
 from passes.quantization.plan import FOUR_BITS, LayerPlan
 from passes.quantization.support import Kernels
 from plugins.errors import KilnError
+from plugins.quant_matmul.cuda_packing import quantize
 
 
 def zeros_of(plan: LayerPlan, kernels: Kernels) -> Zeros:
-    """4 bits need zeros; MatMulNBits packs them as integers, Kiln's operators take any."""
-    if plan.scheme not in FOUR_BITS:
+    """4 bits need zeros; MatMulNBits packs them as integers, Kiln's operators for CPUs take any, for CUDA none."""
+    if plan.scheme not in FOUR_BITS or kernels == "cuda-plugins":
         return "none"
     return "real" if kernels == "cpu-plugins" else "integer"
 
@@ -55,3 +57,19 @@ def quantise_weight(
             f"layer {name}: second moments are {list(moments.shape)}, or not finite; expected finite [{depth}, {depth}]"
         )
     return gptq(weight, moments, grid)
+
+
+def quantised_for_cuda(
+    name: str, weight: NDArray[np.float32], plan: LayerPlan, moments: NDArray[np.floating] | None = None
+) -> tuple[NDArray[np.generic], NDArray[np.float32]]:
+    """(w [width, depth], scales [groups, width]) of `weight` [depth, width] of the layer `name`.
+
+    w is int8, for int4 too, or float8_e4m3fn, rounded to nearest; grids are symmetric, as the kernels know no zeros.
+    Raises KilnError as `quantise_weight` does.
+    """
+    if FORMAT_OF[plan.scheme] == "float8e4m3fn":
+        if not np.isfinite(weight).all():
+            raise KilnError(f"layer {name} has weights that are not finite; it cannot be quantised: keep it as float")
+        return quantize(weight.T, "float8e4m3fn")
+    found = quantise_weight(name, weight, plan, moments)
+    return np.ascontiguousarray(found.integers.T), np.ascontiguousarray(found.scales.T)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plugins.errors import KilnError
-from plugins.quant_matmul.cuda_schema import FORMATS, WeightFormat
+from plugins.quant_matmul.cuda_schema import FORMATS, KERNEL_ROWS, WeightFormat
 
 SIXTEEN_BITS = ("dense", "cublas")
 _VERSION = 1
@@ -83,7 +83,16 @@ class Choices:
         if not fitting:
             return sixteen
         form = min(fitting, key=lambda name: sum(math.log(one.microseconds[one.best((name,))]) for one in rows))
-        return Choice(form, max((one.batch for one in rows if one.best((form,)) == form), default=0))
+        return Choice(form, self.fastest_rows(layer, form))
+
+    def fastest_rows(self, layer: str, form: WeightFormat) -> int:
+        """The most rows that were measured for which a format's kernels are faster than its W8A8; 0 for none.
+
+        At most KERNEL_ROWS: more the operators do not take.
+        """
+        timed = [one for one in self.measured if one.layer == layer and one.is_timed(form)]
+        fastest = [one.batch for one in timed if one.best((form,)) == form]
+        return min(max(fastest, default=0), KERNEL_ROWS)
 
     def to_json(self) -> str:
         """One line for each layer and batch, times to a tenth of a microsecond, and which candidate won."""

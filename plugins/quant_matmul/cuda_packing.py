@@ -78,3 +78,19 @@ def quantized_rows(x: NDArray, form: WeightFormat) -> NDArray[np.float64]:
     scaled = rows * (top / np.where(largest > 0, largest, 1))
     q = scaled.astype(ml_dtypes.float8_e4m3fn) if form == "float8e4m3fn" else np.rint(scaled)
     return q.astype(np.float64) * (largest / top)
+
+
+def unpack(packed: NDArray[np.uint8], form: WeightFormat) -> NDArray[np.generic]:
+    """w [width, depth], int8 or float8_e4m3fn, of which `pack` makes these bytes."""
+    width = len(packed)
+    if form == "int4":
+        pairs = np.empty((width, packed.shape[1] // 16, 4, 2, 4), np.uint8)  # [.., word, low or high, pair]
+        halves = packed.reshape(width, -1, 4, 2, 2)
+        pairs[..., 0::2], pairs[..., 1::2] = halves & 15, halves >> 4
+        nibbles = pairs.reshape(width, -1, 4, 2, 2, 2).transpose(0, 1, 4, 2, 5, 3)  # [.., sixteen, word, pair, l or h]
+        ordered = nibbles.reshape(width, -1, 4, 4) - np.uint8(8)
+    else:
+        ordered = packed.reshape(width, -1, 4, 4)
+    values = np.empty((width, ordered.shape[1], 16), np.uint8)
+    values[:, :, _WORDS] = ordered
+    return values.reshape(width, -1).view(ml_dtypes.float8_e4m3fn if form == "float8e4m3fn" else np.int8)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.errors import KilnError
-from plugins.quant_matmul.cuda_packing import pack, quantize, quantized_rows, restored
+from plugins.quant_matmul.cuda_packing import pack, quantize, quantized_rows, restored, unpack
 from plugins.quant_matmul.cuda_schema import FORMATS, WeightFormat
 
 
@@ -68,3 +68,11 @@ def test_what_cannot_be_packed_is_refused() -> None:
         pack(np.full((2, 32), 8, np.int8), "int4")
     with pytest.raises(KilnError, match="found 'int3'"):
         quantize(np.zeros((2, 32), np.float32), "int3")  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 4), st.sampled_from(FORMATS))
+def test_what_is_packed_is_unpacked(seed: int, width: int, chunks: int, form: WeightFormat) -> None:
+    w, _ = quantize(np.random.default_rng(seed).standard_normal((width, 32 * chunks)), form)
+    again = unpack(pack(w, form), form)
+    assert again.dtype == w.dtype
+    np.testing.assert_array_equal(again.view(np.uint8), w.view(np.uint8))
