@@ -13,8 +13,10 @@ The file is TOML or JSON: a list `keys` of tables.
 
 import hashlib
 import hmac
+import ipaddress
 import json
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -112,3 +114,16 @@ class KeyRing:
             if hmac.compare_digest(known, digest):
                 found = caller
         return found
+
+
+def require_safe(host: str, keys: KeyRing | None, allow_anonymous: bool) -> None:
+    """Raises KilnError when strangers could use the server without a key and nobody said that they may."""
+    if keys is not None or allow_anonymous or host == "localhost":
+        return
+    with suppress(ValueError):  # another name: whose it is only the resolver knows
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    raise KilnError(
+        f"without API keys everybody who reaches {host} could use the server; give --api-keys FILE, listen on "
+        "127.0.0.1, or say --allow-anonymous"
+    )

@@ -6,7 +6,6 @@ The process ends with code 0.
 """
 
 import asyncio
-import ipaddress
 import math
 import socket
 from collections.abc import Callable, Mapping
@@ -135,13 +134,3 @@ def bind(host: str, port: int) -> socket.socket:
 def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def require_safe(listener: socket.socket, keys: KeyRing | None, allow_anonymous: bool) -> None:
-    """Raises KilnError when strangers could use the server without a key and nobody said that they may."""
-    host = listener.getsockname()[0]
-    if keys is None and not allow_anonymous and not ipaddress.ip_address(host).is_loopback:
-        raise KilnError(
-            f"without API keys everybody who reaches {host} could use the server; give --api-keys FILE, listen on "
-            "127.0.0.1, or say --allow-anonymous"
-        )

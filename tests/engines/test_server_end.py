@@ -14,9 +14,9 @@ import pytest
 
 from engines.runtime.info import EngineInfo
 from engines.runtime.request import TokenChunk
-from engines.server.auth import KeyRing
+from engines.server.auth import KeyRing, require_safe
 from engines.server.config import ServerConfig
-from engines.server.serve import bind, require_safe, server_for
+from engines.server.serve import bind, server_for
 from pipeline.cli_serve import serve_command
 from plugins.errors import KilnError
 
@@ -184,9 +184,10 @@ def test_a_damaged_tokenizer_is_found_before_the_server_is_ready(fake_engine, re
 
 def test_strangers_need_keys_or_a_word():
     keys = KeyRing({})
-    with bind("127.0.0.1", 0) as local, bind("0.0.0.0", 0) as everywhere:
-        require_safe(local, None, False)
-        require_safe(everywhere, keys, False)
-        require_safe(everywhere, None, True)
+    for host in ("127.0.0.1", "::1", "localhost"):
+        require_safe(host, None, False)
+    for host in ("0.0.0.0", "::", "192.0.2.1", "a.name"):
+        require_safe(host, keys, False)
+        require_safe(host, None, True)
         with pytest.raises(KilnError, match="give --api-keys FILE"):
-            require_safe(everywhere, None, False)
+            require_safe(host, None, False)
