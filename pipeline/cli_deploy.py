@@ -1,8 +1,11 @@
 """`kiln deploy ray`: options and output; the work is in `pipeline.deploy`."""
 
 import json
+import logging
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,20 +13,19 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from engines.server.auth import KeyRing
-from engines.server.config import ServerConfig
-from engines.server.encoder import EmbeddingConfig, Pooling
+from engines.server.auth import require_safe
 from pipeline.cli_registry import require_trust
+from pipeline.cli_serving import Serving, serving_options
 from pipeline.deploy import application
 from pipeline.deploy.bundles import CACHE, BundleSource, FolderSource, ReleaseSource, registry_at
 from pipeline.deploy.figures import Limits
-from pipeline.deploy.options import Contract, DeployOptions, EngineOptions, HttpOptions, ReplicaCount, Version
+from pipeline.deploy.options import Contract, DeployOptions, HttpOptions, ReplicaCount, Version, require_name
 from pipeline.deploy.placement import place
 from pipeline.deploy.prefixes import Routing, RoutingConfig
 from pipeline.deploy.rollout import Plan
 from pipeline.deploy.update import finish, judged_badly, require_alike, start, unfinished
 from pipeline.progress import Progress
-from pipeline.ray_cluster import connected, nodes
+from pipeline.ray_cluster import connected, nodes, serve_module
 from pipeline.registry.keys import signing_key_from_pem, trusted_keys_from_file
 from pipeline.registry.records import CHANNELS, Channel
 from pipeline.registry.registry import Registry
@@ -31,6 +33,9 @@ from pipeline.registry.store import Store, absolute_url
 from plugins.errors import KilnError
 
 WENT_BACK = 3
+_PATIENCE = 1800.0
+_LIMITS_ON_RAY = ("max_body_bytes", "max_concurrent", "max_prompts", "request_timeout", "body_timeout", "drain_timeout")
+"""The others are of the server's own connections, which Serve's proxies keep here."""
 _FILE = click.Path(path_type=Path)
 _LIMITS, _PLAN, _SECONDS = Limits(), Plan("", "", 2), 1.0
 _address = click.option(
@@ -49,6 +54,15 @@ def _source_options(command: Any) -> Any:
     ):
         command = option(command)
     return command
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[None]:
+    """Connected; Serve's own lines for people are left out, because the commands have theirs."""
+    with connected(address):
+        serve_module()
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        yield
 
 
 @click.group("deploy")
@@ -83,14 +97,8 @@ def ray_group() -> None:
 @click.option("--http-replicas", type=int, default=1, help="Of the HTTP side, which tokenises and routes.")
 @click.option("--retries", type=int, default=3, help="Replicas that a request is sent to after the first failed it.")
 @click.option("--routing", type=click.Choice(get_args(Routing)), default="prefix", help="Which replica gets a request.")
-@click.option("--api-keys", type=_FILE, help="TOML or JSON file of keys, see docs/server.md.")
-@click.option("--allow-anonymous", is_flag=True, help="Without keys, serve others than this machine.")
-@click.option("--max-running", type=int, help="Sequences that run at a time in a replica.  [default: the bundle's]")
-@click.option("--tokens-per-step", type=int, help="Tokens that one step computes.  [default: the bundle's]")
-@click.option("--speculate", type=int, help="Tokens that a step tries ahead.  [default: 0]")
-@click.option("--kv-blocks", type=int, help="Cache blocks of each replica.  [default: the bundle's, or what fits]")
-@click.option("--swap-blocks", type=int, default=0, help="Blocks of host memory for requests that give way.")
-@click.option("--pooling", type=click.Choice(get_args(Pooling)), help="Of embeddings.  [default: the model's, or mean]")
+@click.option("--patience", type=float, default=_PATIENCE, help="Seconds that replicas may take to come up.")
+@serving_options(_LIMITS_ON_RAY)
 def up_command(
     model: str,
     channel: Channel,
@@ -106,54 +114,33 @@ def up_command(
     http_replicas: int,
     retries: int,
     routing: Routing,
-    api_keys: Path | None,
-    allow_anonymous: bool,
-    pooling: Pooling | None,
-    max_running: int | None,
-    tokens_per_step: int | None,
-    speculate: int | None,
-    kv_blocks: int | None,
-    swap_blocks: int,
+    patience: float,
+    serving: Serving,
     **source_options: Any,
 ) -> None:
     """Start an application and print its address; it runs on until `down`."""
+    require_name(app)
+    require_safe(host, serving.keys, serving.allow_anonymous)
     source = _source(model, channel, **source_options)
-    manifest = source.manifest()
-    keys = None if api_keys is None else KeyRing.read(api_keys)
-    if keys is None and not allow_anonymous and host not in ("127.0.0.1", "localhost", "::1"):
-        raise KilnError(
-            f"without API keys everybody who reaches {host} could use the engines; give --api-keys FILE, listen on "
-            "127.0.0.1, or say --allow-anonymous"
-        )
-    progress = Progress()
-    with connected(address):
+    manifest, progress = source.manifest(), Progress()
+    with _cluster(address):
         on_gpu = manifest.sku.arch.startswith("sm_")
         placement = place(manifest.sku.name, on_gpu, nodes(), per_node, cpus)
-        engine = EngineOptions(max_running, tokens_per_step, speculate, kv_blocks, swap_blocks, placement.threads)
-        called = name or manifest.name
-        config = engine.spec(Path(), manifest, called).config
+        engine, called = replace(serving.engine, threads=placement.threads), name or manifest.name
+        config = engine.config(manifest)
         options = DeployOptions(
             app,
             Contract.of(manifest),
             engine,
             _count(replicas, max_replicas, placement.fitting, progress),
             placement.options,
-            HttpOptions(
-                called,
-                ServerConfig(),
-                keys,
-                {} if pooling is None else {called: EmbeddingConfig(pooling=pooling)},
-                retries,
-                http_replicas,
-            ),
+            HttpOptions(called, serving.config, serving.keys, serving.embeddings([called]), retries, http_replicas),
             RoutingConfig(routing),
             places=1 if config is None else config.max_running,
+            drain=serving.config.drain_timeout,
         )
-        with progress.stage("Serve"):
-            application.start_serve(host, port)
         with progress.stage(f"{options.count.least} replicas of {called}"):
-            application.up(options, source)
-            url = application.require_answer(host, port)
+            url = application.up(options, source, host, port, patience, progress.note)
     click.echo(url)
 
 
@@ -208,7 +195,7 @@ def roll_command(
     writer = _writer(source, key)
     if not again:
         judged_badly(source)
-    with connected(address):
+    with _cluster(address):
         state, new = application.require(app), Version.of(app, source)
         if not unfinished(state, new):
             if state.traffic.sides[0].app == new.app:
@@ -251,7 +238,7 @@ def _steps(text: str) -> tuple[float, ...]:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def status_command(address: str, app: str, as_json: bool) -> None:
     """Show versions, their replicas and shares of the traffic, and an update that is under way."""
-    with connected(address):
+    with _cluster(address):
         state = application.require(app)
     shares = {side.app: side.share for side in state.traffic.sides}
     if as_json:
@@ -278,7 +265,7 @@ def status_command(address: str, app: str, as_json: bool) -> None:
 @_app
 def abort_command(address: str, app: str) -> None:
     """End an update that is under way: all traffic goes back to the old version."""
-    with connected(address):
+    with _cluster(address):
         application.require(app)
         went_back = application.abort(app)
     click.echo("the update went back" if went_back else "no update is under way")
@@ -289,7 +276,7 @@ def abort_command(address: str, app: str) -> None:
 @_app
 def down_command(address: str, app: str) -> None:
     """End an application, after the requests that run."""
-    with connected(address), Progress().stage(f"ending {app}"):
+    with _cluster(address), Progress().stage(f"ending {app}"):
         names = application.down(app)
     click.echo("\n".join(names) if names else f"nothing of {app} runs")
 

@@ -63,7 +63,10 @@ def serve_module() -> Any:
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """This process is a driver of the cluster; `auto` finds the one that runs here. Raises KilnError."""
+    """This process is a driver of the cluster; `auto` finds the one that runs here. Raises KilnError.
+
+    Also where the cluster fails what is done with it.
+    """
     ray = ray_module()
     if ray.is_initialized():  # the caller's connection, and theirs to end
         yield
@@ -71,12 +74,15 @@ def connected(address: str) -> Iterator[None]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level="warning", namespace="kiln")
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        where = "that runs here" if address == "auto" else f"at {address}"
         raise KilnError(
-            f"there is no Ray cluster at {address}: {first_line(error)}; start one (ray start --head), or give the "
-            "address of its head: HOST:6379"
+            f"there is no Ray cluster {where}: {first_line(error)}; start one (ray start --head), or give the address "
+            "of its head: HOST:6379"
         ) from error
     try:
         yield
+    except ray.exceptions.RayError as error:
+        raise KilnError(f"the Ray cluster failed: {first_line(error)}; see ray status, and Ray's logs") from error
     finally:
         ray.shutdown()
 

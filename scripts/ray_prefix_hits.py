@@ -19,9 +19,10 @@ from pathlib import Path
 import httpx
 
 from engines.bundle import open_bundle
+from engines.server.options import EngineOptions
 from pipeline.deploy import application
 from pipeline.deploy.bundles import FolderSource
-from pipeline.deploy.options import Contract, DeployOptions, EngineOptions, HttpOptions, ReplicaCount
+from pipeline.deploy.options import Contract, DeployOptions, HttpOptions, ReplicaCount
 from pipeline.deploy.prefixes import Routing, RoutingConfig
 
 PREFIXES, PREFIX, TIMES, OWN, ANSWER, HELD, AT_ONCE = 64, 512, 4, 32, 8, 36, 8
@@ -116,9 +117,7 @@ def hits(bundle: Path, policy: Routing, blocks: int, seed: int, port: int) -> tu
         places=4,
         drain=5.0,
     )
-    application.start_serve("127.0.0.1", port)
-    application.up(options, source)
-    url, start = f"http://127.0.0.1:{port}", time.monotonic()
+    url, start = application.up(options, source, "127.0.0.1", port), time.monotonic()
     try:
         with httpx.Client(base_url=url, timeout=600) as client, ThreadPoolExecutor(AT_ONCE) as pool:
             for status in pool.map(lambda prompt: ask(client, prompt), trace(seed)):

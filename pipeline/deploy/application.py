@@ -5,7 +5,8 @@ deployed again; its number of replicas follows the autoscaling policy, which the
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,8 +17,9 @@ from pipeline.deploy.replica import EngineReplica
 from pipeline.deploy.request_router import PATH as ROUTER
 from pipeline.deploy.rollout import Plan, Traffic
 from pipeline.deploy.scaling import LoadPolicy
-from pipeline.deploy.steward import DEPLOYMENT, NAMESPACE, Report, name_of, start_steward, steward_of
-from pipeline.ray_cluster import ray_module, serve_module
+from pipeline.deploy.standing import DEPLOYMENT, Standing, standing_of
+from pipeline.deploy.steward import NAMESPACE, Report, name_of, start_steward, steward_of
+from pipeline.ray_cluster import nodes, ray_module, serve_module
 from plugins.errors import KilnError, first_line
 
 _POLICY = f"{LoadPolicy.__module__}:{LoadPolicy.__name__}"
@@ -25,6 +27,11 @@ _METRICS_SECONDS, _LOOK_BACK = 1.0, 10.0
 _HEALTH_SECONDS = 2.0
 _STARTS = 3
 """Of a replica, before its version is given up: a bundle that cannot be opened stays so."""
+_HTTP = "http"
+_LOOK_SECONDS, _ANSWER_SECONDS = 0.5, 60.0
+
+Told = Callable[[str], None]
+"""Is told what is waited for, when that changes."""
 
 
 @dataclass(frozen=True)
@@ -37,82 +44,101 @@ class State:
     report: Report
 
 
-def start_serve(host: str, port: int) -> None:
-    """Serve's controller and proxies, where they do not run yet; the address is that of the first who starts them."""
-    serve = serve_module()
+def up(
+    options: DeployOptions,
+    source: BundleSource,
+    host: str,
+    port: int,
+    patience: float = 1800.0,
+    told: Told = lambda _: None,
+) -> str:
+    """Start an application with its first version; the address at which it takes requests.
 
-    serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
-
-
-def up(options: DeployOptions, source: BundleSource) -> Version:
-    """Start an application with its first version. Raises KilnError where one runs, or this one does not come up."""
+    Raises KilnError where one runs, or where replicas do not come up within `patience` seconds; then nothing stays.
+    """
     ray = ray_module()
-    if find(options.app) is not None:
-        raise KilnError(
-            f"{options.app} runs already; update it: kiln deploy ray roll, end it: kiln deploy ray down, or give "
-            "another --app"
-        )
+    _start_serve(host, port)
+    _require_room(options.app)
     steward, version = start_steward(options.app), Version.of(options.app, source)
     try:
         ray.get(steward.tell.remote(version.app, options.count.fixed))
-        start_version(options, version, options.count.least)
+        _deploy(_engines(options, version, options.count.least), version.app, None)
+        _wait(version.app, DEPLOYMENT, patience, told)
         ray.get(steward.direct.remote(version.app))
-        _run(_ingress(options, source), options.app, "/")
+        _deploy(_ingress(options, source), options.app, "/")
+        _wait(options.app, _HTTP, patience, told)
+        return _answering(host, port)
     except BaseException:
+        told("what was begun is taken down")
         down(options.app)
         raise
-    return version
 
 
-def require_answer(host: str, port: int, seconds: float = 60.0) -> str:
-    """The address at which the application takes requests. Raises KilnError where nothing answers there in time."""
+def _start_serve(host: str, port: int) -> None:
+    """Serve's controller and proxies, where they do not run yet; the address is that of the first who starts them.
+
+    Nodes that share a machine share its port: which of their proxies gets a connection is the kernel's choice, and one
+    whose node has no replica left takes some along when it ends. So there one proxy runs, beside the head.
+    """
+    addresses = [node.address for node in nodes()]
+    location = "EveryNode" if len(set(addresses)) == len(addresses) else "HeadOnly"
+    serve_module().start(proxy_location=location, http_options={"host": host, "port": port})
+
+
+def _require_room(app: str) -> None:
+    for name, found in serve_module().status().applications.items():
+        if name == app:
+            raise KilnError(f"{name} runs already; update it: kiln deploy ray roll, or end it: kiln deploy ray down")
+        if _HTTP in found.deployments:
+            raise KilnError(
+                f"{name} answers at / of this cluster; end it (kiln deploy ray down --app {name}), or use another one"
+            )
+
+
+def _answering(host: str, port: int) -> str:
     import httpx
 
-    url = f"http://{host}:{port}"
-    here = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    end, found = time.monotonic() + seconds, ""
-    while True:
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    here = url.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
+    end, found = time.monotonic() + _ANSWER_SECONDS, ""
+    while found != "200":
         try:
-            found = str(httpx.get(f"http://{here}:{port}/health/ready", timeout=seconds).status_code)
+            found = str(httpx.get(f"{here}/health/ready", timeout=_ANSWER_SECONDS).status_code)
         except httpx.TransportError as error:
             found = first_line(error)
-        if found == "200":
-            return url
-        if time.monotonic() > end:
+        if found != "200" and time.monotonic() > end:
             raise KilnError(
-                f"the replicas are up, but {url} answers {found}; Serve listens where it was started first: give its "
+                f"the replicas came up, but {url} answers {found}; Serve listens where it was started first: give its "
                 "--host and --port, or end it: serve shutdown"
             )
-        time.sleep(_METRICS_SECONDS)
+        time.sleep(_LOOK_SECONDS)
+    return url
 
 
-def start_version(options: DeployOptions, version: Version, replicas: int) -> None:
-    """Returns when `replicas` of it take requests. Raises KilnError where they do not, and then there are none."""
+def begin(options: DeployOptions, new: Version, plan: Plan) -> None:
+    """Begin an update: the steward goes on with it. Raises KilnError while another one is under way."""
+    ray, steward = ray_module(), steward_of(options.app)
     try:
-        _run(_engines(options, version, replicas), version.app, None)
-    except BaseException:
-        delete(version.app)
-        raise
-
-
-def prepare(options: DeployOptions, new: Version, plan: Plan) -> None:
-    """Start a new version for an update's first step. Raises as `start_version`."""
-    ray, first = ray_module(), plan.sizes(plan.steps[0])[new.app]
-    steward = steward_of(options.app)
-    ray.get(steward.tell.remote(new.app, first))  # before its replicas ask
+        ray.get(steward.begin.remote(plan))
+    except ray.exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, KilnError) else KilnError(first_line(error))) from error
     try:
-        start_version(options, new, first)
-    except BaseException:
-        ray.get(steward.forget.remote(new.app))
+        _deploy(_engines(options, new, plan.sizes(plan.steps[0])[new.app]), new.app, None)
+    except BaseException as error:
+        ray.get(steward.abort.remote(f"its replicas could not be asked for: {first_line(error)}"))
         raise
 
 
 def settle(options: DeployOptions, keep: str, remove: str) -> None:
     """After an update: one version stays, in its usual size, the other one ends after its requests."""
-    ray, steward = ray_module(), steward_of(options.app)
-    ray.get(steward.tell.remote(keep, options.count.fixed))
-    delete(remove)
-    ray.get(steward.forget.remote(remove))
+    ray_module().get(steward_of(options.app).tell.remote(keep, options.count.fixed))
+    remove_version(options.app, remove)
+
+
+def remove_version(app: str, version: str) -> None:
+    """After its requests; nothing where there is none."""
+    _delete(version)
+    ray_module().get(steward_of(app).forget.remote(version))
 
 
 def report(app: str) -> Report:
@@ -125,24 +151,19 @@ def abort(app: str) -> bool:
     return ray_module().get(steward_of(app).abort.remote("somebody ended it"))
 
 
-def begin(app: str, plan: Plan) -> None:
-    """Begin an update that was prepared. Raises KilnError while another one is under way."""
-    ray = ray_module()
-
-    try:
-        ray.get(steward_of(app).begin.remote(plan))
-    except ray.exceptions.RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, KilnError) else KilnError(first_line(error))) from error
-
-
 def find(app: str) -> State | None:
-    """None where no application of that name runs."""
+    """None where no application of that name runs. Raises KilnError where its HTTP side does not answer."""
     serve = serve_module()
-
     applications = serve.status().applications
     if app not in applications:
         return None
-    options, traffic = serve.get_app_handle(app).deployed.remote().result(timeout_s=60)
+    try:
+        options, traffic = serve.get_app_handle(app).deployed.remote().result(timeout_s=_ANSWER_SECONDS)
+    except TimeoutError as error:
+        state = standing_of(app, _HTTP)
+        raise KilnError(
+            f"the HTTP side of {app} does not answer ({state}); wait for it, or end it: kiln deploy ray down"
+        ) from error
     found_out = report(app)
     versions = {
         name: dict(found.deployments[DEPLOYMENT].replica_states)
@@ -154,36 +175,36 @@ def find(app: str) -> State | None:
 
 def require(app: str) -> State:
     """Raises KilnError where no application of that name runs."""
-    serve = serve_module()
-
     found = find(app)
     if found is None:
-        known = ", ".join(name for name in serve.status().applications if "-" not in name) or "none"
+        applications = serve_module().status().applications
+        known = ", ".join(name for name, each in applications.items() if _HTTP in each.deployments) or "none"
         raise KilnError(f"no application {app} runs on this cluster (there is: {known}); start it: kiln deploy ray up")
     return found
-
-
-def delete(app: str) -> None:
-    """A version or an HTTP side, after its requests; nothing where there is none."""
-    serve = serve_module()
-
-    if app in serve.status().applications:
-        serve.delete(app)
 
 
 def down(app: str) -> list[str]:
     """Everything of an application, the HTTP side first; names of what was there."""
     ray = ray_module()
-    serve = serve_module()
-
-    names = [name for name in serve.status().applications if name == app or name.startswith(f"{app}-")]
+    applications = serve_module().status().applications
+    names = [name for name in applications if name == app or name.startswith(f"{app}-")]
     for name in sorted(names, key=len):
-        serve.delete(name)
+        _delete(name)
     try:
         ray.kill(ray.get_actor(name_of(app), namespace=NAMESPACE))
     except ValueError:
         return names
     return [*names, name_of(app)]
+
+
+def _delete(name: str) -> None:
+    serve = serve_module()
+    if name not in serve.status().applications:
+        return
+    with suppress(TimeoutError):  # Serve waits for a minute, requests may take longer
+        serve.delete(name)
+    while name in serve.status().applications:
+        time.sleep(_LOOK_SECONDS)
 
 
 def _engines(options: DeployOptions, version: Version, replicas: int) -> Any:
@@ -235,18 +256,19 @@ def _ingress(options: DeployOptions, source: BundleSource) -> Any:
     return deployment.bind(options, source)
 
 
-def _run(application: Any, name: str, route: str | None) -> None:
+def _deploy(application: Any, name: str, route: str | None) -> None:
     serve = serve_module()
-
-    try:
-        serve.run(application, name=name, route_prefix=route)
-    except RuntimeError as error:  # Serve's, with the replica's traceback in it
-        told = serve.status().applications.get(name)
-        messages = [] if told is None else [each.message for each in told.deployments.values() if each.message]
-        raise KilnError(f"{name} did not come up: {_cause(messages) or first_line(error)}; see Ray's logs") from error
+    serve.run_many([serve.RunTarget(application, name, route)], wait_for_applications_running=False)
 
 
-def _cause(messages: list[str]) -> str:
-    """The last line of a traceback that says an error."""
-    lines = [line.strip() for message in messages for line in message.splitlines() if "Error" in line]
-    return lines[-1] if lines else ""
+def _wait(name: str, deployment: str, patience: float, told: Told) -> None:
+    """Returns when it takes requests. Raises KilnError where it does not."""
+    end, said = time.monotonic() + patience, ""
+    while (found := standing_of(name, deployment) or Standing()).status != "RUNNING":
+        if found.failed:
+            raise KilnError(f"{name} did not come up: {found.message}; see Ray's logs")
+        if time.monotonic() > end:
+            raise KilnError(f"{name} did not come up within {patience:g} s: {found}")
+        if (text := f"{name}: {found}") != said:
+            told(said := text)
+        time.sleep(_LOOK_SECONDS)

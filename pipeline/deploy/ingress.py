@@ -14,7 +14,8 @@ from pipeline.deploy.bundles import BundleSource
 from pipeline.deploy.options import DeployOptions
 from pipeline.deploy.remote_engine import RemoteEngine
 from pipeline.deploy.rollout import Traffic
-from pipeline.deploy.steward import DEPLOYMENT, SECONDS, steward_of
+from pipeline.deploy.standing import DEPLOYMENT
+from pipeline.deploy.steward import SECONDS, steward_of
 from pipeline.ray_cluster import serve_module
 
 _LOG = logging.getLogger("kiln.deploy")

@@ -1,42 +1,19 @@
-"""What a deployment is made of, as data: how engines are opened, how many there are, how the HTTP side behaves."""
+"""What a deployment is, as data: how many replicas there are, how the HTTP side behaves, what versions share."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from engines.manifest import Manifest
-from engines.runtime.opening import default_config
 from engines.server.auth import KeyRing
 from engines.server.config import ServerConfig
 from engines.server.encoder import EmbeddingConfig
-from engines.server.messages import EngineSpec
+from engines.server.options import EngineOptions
 from pipeline.deploy.bundles import BundleSource
 from pipeline.deploy.prefixes import RoutingConfig
 from pipeline.deploy.scaling import ScalingTargets
 from plugins.errors import KilnError
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """`kiln serve`'s options of the same names. None: the bundle's, or what fits."""
-
-    max_running: int | None = None
-    tokens_per_step: int | None = None
-    speculate: int | None = None
-    kv_blocks: int | None = None
-    swap_blocks: int = 0
-    threads: int | None = None
-
-    def spec(self, path: Path, manifest: Manifest, name: str) -> EngineSpec:
-        """How to open a bundle. Raises KilnError where options contradict each other."""
-        names = ("max_running", "tokens_per_step", "speculate")
-        changes = {each: value for each in names if (value := getattr(self, each)) is not None}
-        config = None if manifest.decoder is None else replace(default_config(manifest), **changes)
-        blocks = self.kv_blocks
-        if blocks is None and manifest.serving is not None:
-            blocks = manifest.serving.kv_blocks
-        return EngineSpec(path, name, "paged", blocks, self.swap_blocks, config=config, threads=self.threads)
 
 
 @dataclass(frozen=True)
@@ -92,9 +69,15 @@ class Contract:
         return cls(manifest.sku.name, manifest.decoder is not None, files)
 
 
+def require_name(app: str) -> None:
+    """Raise KilnError for a name that an application cannot have: those of its versions are APP-DIGEST."""
+    if not re.fullmatch(r"[A-Za-z0-9_]+", app):
+        raise KilnError(f"an application's name is {app!r}; expected letters, digits and _")
+
+
 @dataclass(frozen=True)
 class DeployOptions:
-    """Everything that versions of one application share."""
+    """Everything that versions of one application share. Raises KilnError for a name that it cannot have."""
 
     app: str
     contract: Contract
@@ -110,6 +93,9 @@ class DeployOptions:
     """Requests that may wait for a replica in each replica of the HTTP side (429)."""
     drain: float = 60.0
     """Seconds that requests have to finish when their replica is taken away."""
+
+    def __post_init__(self) -> None:
+        require_name(self.app)
 
     @property
     def ongoing(self) -> int:

@@ -18,9 +18,9 @@ from engines.runtime.sequence import Lane
 from engines.server.engine_process import EngineProcess
 from engines.server.load_figures import reading_from_families
 from engines.server.messages import portable
+from engines.server.options import EngineOptions
 from engines.server.served import EngineDiedError, TokenStream
 from pipeline.deploy.bundles import BundleSource, manifest_in
-from pipeline.deploy.options import EngineOptions
 from pipeline.deploy.request_router import BLOCKS, PLACES
 from pipeline.deploy.scaling import BLOCK_USE, WANTED
 from pipeline.deploy.scaling import PLACES as PLACES_OF_REPLICA

@@ -7,11 +7,11 @@ time, or when its replicas do not come up. Pure: time and figures are passed in;
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.deploy.figures import Figures, Limits, Verdict, verdict
+from pipeline.deploy.standing import Standing
 from plugins.errors import KilnError
 
 
@@ -108,8 +108,8 @@ class Rollout:
         self._old.add(figures.get(self.plan.old, Figures()))
         self._new.add(figures.get(self.plan.new, Figures()))
 
-    def look(self, now: float, running: int) -> None:
-        """Go on, wait, or go back; `running` replicas of the new version are up."""
+    def look(self, now: float, new: Standing) -> None:
+        """Go on, wait, or go back; `new` is what Serve says of the new version."""
         if self.ended:
             return
         late = now - self._since > self.plan.limits.patience
@@ -118,10 +118,16 @@ class Rollout:
             self._back(found.text)
         elif self.phase == "starting":
             wanted = self.sizes[self.plan.new]
-            if running >= wanted:
+            if new.failed:
+                self._back(f"the new version did not come up: {new.message}")
+            elif new.running >= wanted:
                 self._begin("judging", now)
             elif late:
-                self._back(f"{running} of {wanted} replicas of the new version came up in time")
+                self._back(f"the new version did not come up in time, of {wanted} replicas {new}")
+            else:
+                self.text = f"of {wanted} replicas of the new version {new}"
+        elif not new.running:  # its requests would wait for a replica
+            self._back("none of the new version's replicas runs any more")
         elif found.word == "pass":
             self._pass(now, found)
         elif late:
@@ -150,12 +156,3 @@ class Rollout:
     def _back(self, why: str) -> None:
         self.text = f"went back at {self.share:.0%} of the traffic: {why}"
         self.phase = "back"
-
-
-def figures_by_app(reports: Sequence[dict[str, Figures]]) -> dict[str, Figures]:
-    """Reports of several routers, added up."""
-    total: dict[str, Figures] = {}
-    for report in reports:
-        for app, figures in report.items():
-            total.setdefault(app, Figures()).add(figures)
-    return total

@@ -16,10 +16,11 @@ from typing import Any
 
 from pipeline.deploy.figures import Figures
 from pipeline.deploy.rollout import Phase, Plan, Rollout, Side, Traffic, under_way
-from pipeline.ray_cluster import ray_module, serve_module
+from pipeline.deploy.standing import Standing, standing_of
+from pipeline.ray_cluster import ray_module
 
-NAMESPACE, DEPLOYMENT = "kiln", "engine"
-"""Ray's namespace of stewards; name of the deployment of engine replicas in each version's Serve application."""
+NAMESPACE = "kiln"
+"""Ray's, of stewards."""
 SECONDS = 1.0
 _LOG = logging.getLogger("kiln.deploy")
 
@@ -102,8 +103,8 @@ class Steward:
     async def _roll(self, rollout: Rollout) -> None:
         while not rollout.ended:
             try:
-                running = await asyncio.to_thread(running_replicas, rollout.plan.new)
-                rollout.look(time.monotonic(), running)
+                found = await asyncio.to_thread(standing_of, rollout.plan.new)
+                rollout.look(time.monotonic(), found or Standing())
             except Exception as error:  # Serve's controller may be away for a moment
                 _LOG.warning("the update cannot be looked at: %s", error)
             self._apply(rollout)
@@ -119,15 +120,6 @@ class Steward:
 
     def _share(self, *sides: Side) -> None:
         self._traffic = Traffic(1, sides) if self._traffic is None else self._traffic.shared(*sides)
-
-
-def running_replicas(app: str) -> int:
-    """Engine replicas of a version that take requests, as Serve's controller says."""
-    serve = serve_module()
-
-    found = serve.status().applications.get(app)
-    deployment = None if found is None else found.deployments.get(DEPLOYMENT)
-    return 0 if deployment is None else deployment.replica_states.get("RUNNING", 0)
 
 
 def name_of(app: str) -> str:

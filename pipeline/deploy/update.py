@@ -42,7 +42,7 @@ def require_alike(options: DeployOptions, source: BundleSource) -> None:
         problem = "generates text, what serves does not" if new.generates else "generates no text, what serves does"
     else:
         problem = "has another tokenizer than what serves"
-    raise KilnError(f"{source.title} {problem}; deploy it as an application of its own: kiln deploy ray up --app NAME")
+    raise KilnError(f"{source.title} {problem}; end what serves (kiln deploy ray down), or use a cluster of its own")
 
 
 def unfinished(state: State, new: Version) -> bool:
@@ -55,15 +55,16 @@ def unfinished(state: State, new: Version) -> bool:
 
 
 def start(state: State, new: Version, steps: tuple[float, ...], surge: int, limits: Limits) -> None:
-    """Begin an update. Raises KilnError while another one is under way, and where no replica comes up."""
+    """Begin an update, and remove what an earlier one left. Raises KilnError while another one is under way."""
     options, old = state.options, state.traffic.sides[0].app
     running = options.count.least if old not in state.replicas else state.replicas[old].get("RUNNING", 0)
     plan = Plan(old, new.app, max(running, 1), steps, surge, limits)
     if state.report.under_way:
         assert state.report.plan is not None
         raise under_way(state.report.plan)
-    application.prepare(options, new, plan)
-    application.begin(options.app, plan)
+    for left in state.replicas.keys() - {old, new.app}:
+        application.remove_version(options.app, left)
+    application.begin(options, new, plan)
 
 
 def finish(options: DeployOptions, report: Report, new: Version, writer: Registry | None, progress: Progress) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import psutil
 
+from engines.server.options import EngineOptions
 from pipeline.deploy import application
 from pipeline.deploy.bundles import BundleSource
-from pipeline.deploy.options import Contract, DeployOptions, EngineOptions, HttpOptions, ReplicaCount
+from pipeline.deploy.options import Contract, DeployOptions, HttpOptions, ReplicaCount
 from pipeline.deploy.scaling import ScalingTargets
 
 NAME = "tiny"
@@ -52,7 +53,7 @@ def options(app: str, source: BundleSource, replicas: int = 2, most: int | None 
         app,
         Contract.of(source.manifest()),
         EngineOptions(max_running=4, threads=1),
-        ReplicaCount(replicas, most or replicas, ScalingTargets(), up_delay=0.0, down_delay=600.0),
+        ReplicaCount(replicas, most or replicas, ScalingTargets(), up_delay=0.0, down_delay=2.0),
         {"num_cpus": 1},
         HttpOptions(NAME),
         places=4,
@@ -150,18 +151,8 @@ class Client:
 
 @contextlib.contextmanager
 def application_up(deployed: DeployOptions, source: BundleSource, port: int) -> Iterator[Client]:
-    application.start_serve("127.0.0.1", port)
-    application.up(deployed, source)
+    url = application.up(deployed, source, "127.0.0.1", port)
     try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: _ready(url), "the HTTP side")
         yield Client(url)
     finally:
         application.down(deployed.app)
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health/ready", timeout=30).status_code == 200
-    except httpx.TransportError:
-        return False

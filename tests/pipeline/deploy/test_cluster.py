@@ -1,19 +1,29 @@
 """Replicas on a real Ray cluster of four node processes: endpoints, lost replicas, updates, scaling."""
 
+import json
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import httpx
+import psutil
 import pytest
 from click.testing import CliRunner
 
 from pipeline.cli import kiln_group
+from pipeline.cli_deploy import WENT_BACK
 from pipeline.deploy import application, update
 from pipeline.deploy.bundles import FolderSource
 from pipeline.deploy.figures import Limits
 from pipeline.deploy.options import Version
 from pipeline.deploy.rollout import Plan
-from pipeline.deploy.steward import running_replicas
+from pipeline.deploy.standing import Standing, standing_of
+from pipeline.registry.keys import create_key, public_path, signing_key_from_pem, trusted_keys_from_file
+from pipeline.registry.registry import Registry
+from pipeline.registry.store import Store
 from plugins.errors import KilnError
 from tests.pipeline.deploy.cluster_material import (
     NAME,
@@ -27,6 +37,7 @@ from tests.pipeline.deploy.cluster_material import (
 
 pytestmark = pytest.mark.cluster
 
+NEVER_PASSES = Limits(requests=1_000_000, latency=1.0, patience=300.0)
 PROMPTS = [f"The {what} of the" for what in ("name", "type", "value", "list", "file", "class", "module", "string")]
 
 
@@ -94,7 +105,7 @@ def test_a_killed_replica_loses_no_request_that_can_be_sent_again(client):
             assert answer.error == "engine_died"
             assert expected[prompt].startswith(answer.text)
     assert failed, "the replica had no stream that had begun, so this shows nothing"
-    wait_until(lambda: len(replica_processes(app)) == 2 and running_replicas(app) == 2, "the replica's return")
+    wait_until(lambda: len(replica_processes(app)) == 2 and running(app) == 2, "the replica's return")
     assert replica_processes(app).keys() != before.keys()
 
 
@@ -108,61 +119,196 @@ def test_a_killed_engine_process_is_mended_by_its_replica(client):
     assert replica_processes(app).keys() == before.keys()
 
 
-def test_a_good_version_takes_over_and_a_broken_one_goes_back(client, source, other_bundle, silent):
+def test_a_good_version_takes_over(client, other_bundle, silent):
     new = Version.of("kiln", FolderSource.open(other_bundle))
     old = version_up()
     limits = Limits(requests=4, latency=20.0, patience=300.0)
     update.start(application.require("kiln"), new, (0.5, 1.0), 1, limits)
     with pytest.raises(KilnError, match="is under way"):
-        application.begin("kiln", Plan(old, "another", 2))
+        application.begin(application.require("kiln").options, new, Plan(old, "another", 2))
     report = until_ended(client)
     assert report.phase == "done", report.text
     update.finish(application.require("kiln").options, report, new, None, silent)
     state = application.require("kiln")
     assert set(state.replicas) == {new.app}
     assert [side.app for side in state.traffic.sides] == [new.app]
-    back = Version.of("kiln", source)
-    application.prepare(state.options, back, Plan(new.app, back.app, 2, (0.5, 1.0), 1, limits))
-    application.begin("kiln", Plan(new.app, back.app, 2, (0.5, 1.0), 1, limits))
-    wait_until(lambda: len(application.require("kiln").traffic.sides) == 2, "a share for the new version")
-    killed: set[int] = set()
+
+
+@pytest.mark.parametrize(("lost", "reason"), [("engine", "requests failed"), ("replica", "replicas runs any more")])
+def test_a_broken_version_goes_back_and_its_requests_are_answered(client, other_bundle, silent, lost, reason):
+    state, new = application.require("kiln"), Version.of("kiln", FolderSource.open(other_bundle))
+    update.start(state, new, (0.5, 1.0), 1, NEVER_PASSES)
+    wait_until(lambda: len(application.report("kiln").traffic.sides) == 2, "a share for the new version")
 
     def kill_and_ask() -> bool:
-        for number, process in replica_processes(back.app).items():
-            process.kill()
-            killed.add(number)
+        for replica in replica_processes(new.app).values():
+            for process in replica.children() if lost == "engine" else [replica]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
         assert client.ask(PROMPTS[0]).done, "what the broken version failed is answered by the other one"
         return application.report("kiln").phase == "back"
 
     wait_until(kill_and_ask, "the way back")
-    assert killed
-    assert application.report("kiln").traffic.sides[0].app == new.app
-    update.finish(state.options, application.report("kiln"), back, None, silent)
-    assert set(application.require("kiln").replicas) == {new.app}
+    report = application.report("kiln")
+    assert reason in report.text
+    assert [side.app for side in report.traffic.sides] == list(state.replicas)
+    update.finish(state.options, report, new, None, silent)
+    assert application.require("kiln").replicas.keys() == state.replicas.keys()
 
 
-def test_load_brings_more_replicas(source, port):
-    with application_up(options("kiln", source, replicas=1, most=2), source, port) as client:
+def test_a_slow_version_goes_back(client, other_bundle, silent):
+    """Its engine is stopped for most of the time, so that its answers are right but late."""
+    state, new = application.require("kiln"), Version.of("kiln", FolderSource.open(other_bundle))
+    update.start(state, new, (0.5, 1.0), 1, NEVER_PASSES)
+    wait_until(lambda: standing_of(new.app) == Standing("RUNNING", 1), "a replica of the new version")
+    (replica,) = replica_processes(new.app).values()
+    (engine,) = replica.children()
+    with slowed(engine):
+        report = until_ended(client)
+    assert report.phase == "back", report.text
+    assert "quantile of latency is above" in report.text
+    update.finish(state.options, report, new, None, silent)
+    assert set(application.require("kiln").replicas) == set(state.replicas)
+
+
+def test_what_an_ended_update_left_gives_way_to_the_next_one(client, source, other_bundle, silent):
+    """Nobody has tidied up after the first one, whose new version cannot be opened."""
+    state = application.require("kiln")
+    broken = Version.of("kiln", FolderSource(source.path, "0" * 64))
+    update.start(state, broken, (1.0,), 1, NEVER_PASSES)
+    report = until_ended(client)
+    assert "did not come up" in report.text
+    assert "was rebuilt" in report.text
+    assert broken.app in application.require("kiln").replicas
+    new = Version.of("kiln", FolderSource.open(other_bundle))
+    update.start(application.require("kiln"), new, (1.0,), 1, Limits(requests=2, latency=20.0, patience=300.0))
+    assert broken.app not in application.require("kiln").replicas
+    assert until_ended(client).phase == "done"
+
+
+def test_the_command_updates_a_full_cluster_from_a_registry(source, port, other_bundle, tmp_path):
+    """Three nodes, three replicas, no room for a fourth: the old version gives way first."""
+    create_key(tmp_path / "k.pem")
+    trusted = trusted_keys_from_file(public_path(tmp_path / "k.pem"))
+    registry = Registry(Store(str(tmp_path / "registry")), trusted, signing_key_from_pem(tmp_path / "k.pem"))
+    sku = source.manifest().sku.name
+    for path in (source.path, other_bundle):
+        release = registry.publish(path, model=NAME)
+        registry.attest(release, True, {}, {})
+        registry.promote(NAME, sku, "canary", release.version)
+        if release.version == 1:
+            registry.promote(NAME, sku, "stable", 1)
+    common = (NAME, "--registry", tmp_path / "registry", "--trust", public_path(tmp_path / "k.pem"), "--sku", sku)
+    common = (*common, "--cache", tmp_path / "node")
+    rolling = ("roll", *common, "--surge", 0, "--latency", 20, "--requests", 2, "--steps", "0.5,1")
+    try:
+        address = command("up", *common, "--name", NAME, "--port", port, "--max-running", 4).strip()
+        assert address == f"http://127.0.0.1:{port}"
+        client = Client(address)
+        assert client.ask(PROMPTS[0]).done
+        (old,) = json.loads(command("status", "--json"))["versions"]
+        with asking(client):
+            assert "passed at 100% of the traffic" in command(*rolling, "--key", tmp_path / "k.pem")
+        assert registry.head(NAME, sku, "stable").version == 2
+        (new,) = json.loads(command("status", "--json"))["versions"]
+        assert new != old
+        assert "serves already" in command(*rolling)
+        again = Version.of("kiln", source)
+        assert again.app == old
+        update.start(application.require("kiln"), again, (0.5, 1.0), 0, NEVER_PASSES)
+        assert command("abort").strip() == "the update went back"
+        back = ("roll", source.path)
+        assert "somebody ended it" in command(*back, code=WENT_BACK)
+        assert set(json.loads(command("status", "--json"))["versions"]) == {new}
+    finally:
+        command("down")
+    assert command("down").strip() == "nothing of kiln runs"
+
+
+@pytest.mark.parametrize(("kv_blocks", "at_once"), [(None, 12), (24, 3)], ids=["queue", "blocks"])
+def test_load_brings_more_replicas_and_rest_takes_them_away(source, port, kv_blocks, at_once):
+    """12 requests are more than 4 places; 3 are not, but want up to 20 blocks each, of 24."""
+    deployed = options("kiln", source, replicas=1, most=2)
+    deployed = replace(deployed, engine=replace(deployed.engine, kv_blocks=kv_blocks))
+    with application_up(deployed, source, port) as client:
         app = version_up()
-        assert running_replicas(app) == 1
+        assert running(app) == 1
 
         def keep_busy() -> bool:
-            while sum(not answer.done for answer in client.answers) < 12:
+            while sum(not answer.done for answer in client.answers) < at_once:
                 client.start(PROMPTS[0], 300, stream=False)
-            return running_replicas(app) == 2
+            return running(app) == 2
 
         wait_until(keep_busy, "a second replica")
         client.join()
         assert all(answer.done for answer in client.answers)
+        wait_until(lambda: running(app) == 1, "its end")
 
 
 def test_what_cannot_be_opened_says_why_and_leaves_nothing(source, port):
-    application.start_serve("127.0.0.1", port)
     wrong = options("kiln", source, replicas=1)
-    with pytest.raises(KilnError, match="did not come up"):
-        application.up(wrong, FolderSource(source.path, "0" * 64))
+    with pytest.raises(KilnError, match=r"did not come up: .*it was rebuilt"):
+        application.up(wrong, FolderSource(source.path, "0" * 64), "127.0.0.1", port)
     assert application.find("kiln") is None
     assert application.down("kiln") == []
+
+
+def test_replicas_that_have_no_room_are_given_up(source, port):
+    greedy = replace(options("kiln", source), actor={"num_cpus": 2})
+    with pytest.raises(KilnError, match="did not come up within 1 s: 0 run"):
+        application.up(greedy, source, "127.0.0.1", port, patience=1.0)
+    assert application.find("kiln") is None
+
+
+def running(app: str) -> int:
+    return (standing_of(app) or Standing()).running
+
+
+def command(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(kiln_group, ["deploy", "ray", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+@contextmanager
+def asking(client: Client) -> Iterator[None]:
+    """Requests one after the other, each of which must be answered."""
+    over, failed = threading.Event(), []
+
+    def ask() -> None:
+        while not over.is_set():
+            if not client.ask(PROMPTS[0]).done:
+                failed.append(1)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    assert not failed
+
+
+@contextmanager
+def slowed(process: psutil.Process) -> Iterator[None]:
+    """It runs for a twentieth of the time."""
+    over = threading.Event()
+
+    def stop_and_go() -> None:
+        while not over.is_set():
+            process.suspend()
+            over.wait(0.95)
+            process.resume()
+            over.wait(0.05)
+
+    thread = threading.Thread(target=stop_and_go)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def until_ended(client):

@@ -8,9 +8,10 @@ from click.testing import CliRunner
 
 from engines.bundle import EngineBundle, verify_bundle, write_bundle
 from engines.manifest import Manifest, SkuRecord
+from engines.server.options import EngineOptions
 from pipeline.cli import kiln_group
 from pipeline.deploy.bundles import FolderSource, ReleaseSource
-from pipeline.deploy.options import Contract, DeployOptions, EngineOptions, HttpOptions, ReplicaCount
+from pipeline.deploy.options import Contract, DeployOptions, HttpOptions, ReplicaCount
 from pipeline.deploy.update import judged_badly, require_alike
 from pipeline.registry.keys import create_key, public_path, signing_key_from_pem, trusted_keys_from_file
 from pipeline.registry.registry import Registry

@@ -15,7 +15,7 @@ from pipeline.nightly.ray_executor import RayExecutor, bring, describe
 from pipeline.registry.store import Store
 from pipeline.registry.transfer import CHUNK_BYTES, upload
 from plugins.errors import KilnError
-from tests.pipeline.deploy.cluster_material import wait_until
+from tests.pipeline.deploy.cluster_material import ray_cluster, wait_until
 from tests.pipeline.nightly_material import SKU, World
 
 
@@ -55,16 +55,9 @@ def world(tmp_path: Path) -> World:
 def labelled_cluster(request: pytest.FixtureRequest):
     if "cluster" not in request.config.getoption("-m"):
         pytest.skip("opt-in: -m cluster")
-    ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    small = {"include_dashboard": False, "object_store_memory": 100 << 20}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
-    made.add_node(num_cpus=1, resources={f"sku:{SKU}": 1}, object_store_memory=100 << 20)
-    ray.init(address=made.address, namespace="kiln", log_to_driver=False, logging_level="error")
-    yield made
-    ray.shutdown()
-    made.shutdown()
+    pytest.importorskip("ray")
+    with ray_cluster(1, SKU) as made:
+        yield made
 
 
 def executor_for(world: World, *skus: str) -> RayExecutor:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.deploy.figures import Figures, Limits, binomial_below, quantile_bounds, verdict
 from pipeline.deploy.rollout import Plan, Rollout, Side, Traffic
+from pipeline.deploy.standing import Standing
 from plugins.errors import KilnError
 
 
@@ -82,6 +83,11 @@ def test_a_dead_version_fails_long_before_a_step_is_full():
 
 # The update
 
+
+def up(running: int) -> Standing:
+    return Standing("RUNNING", running)
+
+
 PLAN = Plan("old", "new", 4, (0.25, 0.5, 1.0), 1, Limits(requests=20, patience=60))
 
 
@@ -93,7 +99,7 @@ def drive(rollout: Rollout, old: Figures, new: Figures, seconds: int = 100) -> l
         if rollout.share:
             rollout.observe({"new": new})
         rollout.observe({"old": old})
-        rollout.look(float(now), rollout.sizes["new"])
+        rollout.look(float(now), up(rollout.sizes["new"]))
         if rollout.ended:
             break
     return list(dict.fromkeys(shares))
@@ -126,18 +132,36 @@ def test_replicas_that_do_not_come_up_get_no_traffic():
     rollout = Rollout(PLAN, 0.0)
     for now in range(62):
         assert rollout.share == 0
-        rollout.look(float(now), 0)
-    assert "0 of 1 replicas of the new version came up in time" in rollout.text
+        rollout.look(float(now), up(0))
+    assert "did not come up in time, of 1 replicas 0 run" in rollout.text
+
+
+def test_a_version_that_cannot_be_opened_goes_back_at_once_and_says_why():
+    rollout = Rollout(PLAN, 0.0)
+    rollout.look(1.0, Standing("DEPLOYING", 0, "no CPU is free"))
+    assert (rollout.phase, rollout.text) == ("starting", "of 1 replicas of the new version 0 run; no CPU is free")
+    rollout.look(2.0, Standing("DEPLOY_FAILED", 0, "KilnError: it was rebuilt"))
+    assert rollout.phase == "back"
+    assert "did not come up: KilnError: it was rebuilt" in rollout.text
+
+
+def test_a_version_whose_replicas_are_all_gone_goes_back():
+    rollout = Rollout(PLAN, 0.0)
+    rollout.look(0.0, up(1))
+    assert (rollout.phase, rollout.share) == ("judging", 0.25)
+    rollout.look(1.0, up(0))
+    assert rollout.phase == "back"
+    assert "none of the new version's replicas runs" in rollout.text
 
 
 def test_failures_count_also_while_the_next_replicas_start():
     rollout = Rollout(PLAN, 0.0)
-    rollout.look(0.0, 1)
+    rollout.look(0.0, up(1))
     rollout.observe({"old": met(50), "new": met(20)})
-    rollout.look(1.0, 1)
+    rollout.look(1.0, up(1))
     assert (rollout.phase, rollout.share) == ("starting", 0.25)
     rollout.observe({"new": met(30, 30)})
-    rollout.look(2.0, 1)
+    rollout.look(2.0, up(1))
     assert rollout.phase == "back"
 
 
