@@ -39,6 +39,7 @@ class Sku(BaseModel):
     precisions            types that the hardware multiplies
     plugin_architectures  of the plugin library's code; empty where the attention plugin does not run
     names                 what nvidia-smi, or a Jetson's device tree, calls the machine
+    multiprocessors       of a GPU
     memory                bytes
     bandwidth             bytes/s
     peak                  dense operations/s by precision, two a multiply-add
@@ -58,6 +59,7 @@ class Sku(BaseModel):
     plugin_architectures: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     cpu_features: tuple[str, ...] = ()
+    multiprocessors: int | None = Field(default=None, gt=0)
     memory: int | None = Field(default=None, gt=0)
     bandwidth: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     peak: dict[Precision, float] = {}

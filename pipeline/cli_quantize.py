@@ -45,7 +45,8 @@ def quantize_options(command: Any) -> Any:
             type=click.Choice(SEARCHES),
             default=_DEFAULTS.search,
             show_default=True,
-            help="All layers; those that get faster; or those of them whose measured sensitivity allows it.",
+            help="All layers; those that get faster; those of them whose measured sensitivity allows it; or all but "
+            "the noisiest, as few as accuracy allows, whatever they save.",
         ),
         click.option("--findings", type=_FILE, help="File that keeps measured sensitivities, to go on after a break."),
         click.option("--group-size", type=int, help="Products that share a scale.  [default: by scheme]"),
@@ -66,12 +67,22 @@ def quantize_options(command: Any) -> Any:
         ),
         click.option("--kv-limit", type=int, help="Most tokens of a sequence with such a cache.  [default: all]"),
         click.option("--attention", type=click.Choice(ATTENTIONS), default=_DEFAULTS.attention, show_default=True),
+    ]
+    command = calibration_options(gate_options(command))
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def gate_options(command: Any) -> Any:
+    """On what, and by which limits, a quantised engine is judged: `QuantizeConfig`'s `limits`, `text`, `generate`, and
+    its `samples` as `gate_samples`."""
+    options = [
         click.option("--gate-limits", "limits", type=_FILE, help="TOML with limits of the accuracy gate."),
         click.option("--gate-text", "text", type=_FILE, help="Text on which a decoder is judged."),
         click.option("--gate-samples", "gate_samples", type=_FILE, help="An .npz, perhaps with labels, for others."),
         click.option("--gate-tokens", "generate", type=int, default=_DEFAULTS.generate, show_default=True),
     ]
-    command = calibration_options(command)
     for option in reversed(options):
         command = option(command)
     return command

@@ -19,6 +19,7 @@ from engines.sku import Sku, resolve_sku
 from passes.onnx_model import OnnxModel, onnx_model_from_path
 from passes.standard import Precision
 from pipeline.cli_calibrate import calibration_options, config_from_options
+from pipeline.cli_quantize import gate_options
 from pipeline.cli_sku import sku_file_option
 from pipeline.config import BuildConfig
 from pipeline.export import export_model
@@ -28,7 +29,7 @@ from pipeline.quantize.config import QuantizeConfig
 from pipeline.source import resolve_source
 from pipeline.tensorrt import build_tensorrt, gpu_for
 from pipeline.tensorrt_config import BACKENDS, TensorRtBuild
-from pipeline.tensorrt_quantize import SCHEME, refuse_quantised_decoder
+from pipeline.tensorrt_quantize import SCHEME
 from plugins.errors import KilnError
 
 SERVING = ServingShapes()
@@ -134,9 +135,13 @@ def tensorrt_group() -> None:
 @click.option(
     "--quant",
     type=click.Choice(("int8",)),
-    help="INT8 with Q and D where TensorRT fuses them, with ranges from --calibration; texts need none. No decoders.",
+    help="INT8 with Q and D where TensorRT fuses them, with ranges from --calibration; texts need none. As many layers "
+    "as the gate's limits allow.",
 )
+@click.option("--plan", type=click.Path(path_type=Path), help="Precision plan (TOML) to use instead of making one.")
+@click.option("--table", type=click.Path(path_type=Path), help="Calibration table to use instead of calibrating.")
 @click.option("--keep", multiple=True, metavar="LAYER", help="Leave a layer float; * and ? match many.")
+@gate_options
 @calibration_options
 @click.option("--max-context", type=int, help="Longest context of a decoder that is exported here, in tokens.")
 @click.option(
@@ -171,23 +176,21 @@ def build_command(
     **options: Any,
 ) -> None:
     """Build a bundle with a TensorRT plan of MODEL: an ONNX file, or whatever build-engine takes."""
-    serving, specs, calibration = _serving(options), options.pop("specs"), config_from_options(options)
+    serving, calibration, gate = _serving(options), config_from_options(options), _gate(options)
     target = resolve_sku(sku, sku_file)
     chosen = options_from_cli(options, target)
     config = TensorRtBuild(target, out, precision, passes, backend, chosen, serving, check, attention)
     if quant is not None:
-        quantize = QuantizeConfig(SCHEME, specs, calibration, search="all", keep=keep)
+        quantize = QuantizeConfig(SCHEME, calibration=calibration, search="accuracy", keep=keep, **gate)
         config = replace(config, quantize=quantize)
     progress = Progress(verbose=verbose)
     gpu_for(config)  # refused before a model is exported
-    with _exported(model, max_context, quant is not None, progress) as (source, tokenizer):
+    with _exported(model, max_context, progress) as (source, tokenizer):
         print(build_tensorrt(source, replace(config, tokenizer=tokenizer), progress).path)
 
 
 @contextmanager
-def _exported(
-    spec: str, max_context: int | None, quantised: bool, progress: Progress
-) -> Iterator[tuple[OnnxModel, Path | None]]:
+def _exported(spec: str, max_context: int | None, progress: Progress) -> Iterator[tuple[OnnxModel, Path | None]]:
     """The ONNX model and the folder of its tokenizer, if it has one; both are there until the block ends."""
     found = resolve_source(spec)
     if found.kind == "onnx":
@@ -199,8 +202,6 @@ def _exported(
     with tempfile.TemporaryDirectory(prefix="kiln-tensorrt-") as folder:
         with progress.stage("load weights"):
             loaded = load(found)
-        if quantised and loaded.is_decoder:
-            refuse_quantised_decoder(spec)
         with progress.stage("export to ONNX"):
             path = Path(folder) / f"{found.name}.onnx"
             model = export_model(loaded, path, BuildConfig(max_context=max_context))
@@ -222,6 +223,12 @@ def provider_options_command(model: Path, backend: Any, cache: Path, **options: 
     found = onnx_model_from_path(model)
     profiles = derive_profiles(found.inputs, found.decoder, _serving(options))
     print(json.dumps(provider_options(backend, found.inputs, profiles, options_from_cli(options), cache), indent=1))
+
+
+def _gate(options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `QuantizeConfig`, taken out of `options`."""
+    found = {name: options.pop(name) for name in ("specs", "plan", "table", "limits", "text", "generate")}
+    return {**found, "samples": options.pop("gate_samples")}
 
 
 def _serving(options: dict[str, Any]) -> ServingShapes:

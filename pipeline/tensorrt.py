@@ -46,6 +46,7 @@ from pipeline.forecast import size
 from pipeline.optimize import OptimizeConfig, optimize
 from pipeline.pass_report import record_from_report, result_of
 from pipeline.progress import Progress
+from pipeline.quantize.building import FOLDER
 from pipeline.tensorrt_check import NAME, checked_model
 from pipeline.tensorrt_config import TensorRtBuild
 from pipeline.tensorrt_decoder import (
@@ -56,7 +57,7 @@ from pipeline.tensorrt_decoder import (
     linear_check,
     multiprocessors,
 )
-from pipeline.tensorrt_quantize import quantised_for_tensorrt, refuse_quantised_decoder
+from pipeline.tensorrt_quantize import Quantised, quantised_for_tensorrt
 from pipeline.tensorrt_record import TOKENIZER, Made, manifest_of
 from plugins.errors import KilnError
 from plugins.paged_attention.tensorrt_plugin import Element
@@ -69,13 +70,14 @@ def build_tensorrt(source: OnnxModel, config: TensorRtBuild, progress: Progress)
     """Rewrite, build, check and publish. Raises KilnError; nothing is published that was to be checked and failed."""
     attention = _attention_of(source, config)
     gpu = gpu_for(config)
-    processors = multiprocessors() if attention == "plugin" else 0
+    processors = multiprocessors(config.sku) if attention == "plugin" else 0
     with temporary_sibling(config.out) as workspace:
         model = reference = source
         records: tuple[PassRecord, ...] = ()
+        quantised = None
         if config.passes:
-            model, records = _rewritten(source, workspace, config, progress)
-        if config.quantize is not None:
+            model, records, quantised = _rewritten(source, workspace, config, progress)
+        if quantised is not None:
             reference = model
         form = None
         if attention is not None:
@@ -83,7 +85,7 @@ def build_tensorrt(source: OnnxModel, config: TensorRtBuild, progress: Progress)
                 form = decoder_form(model, attention, _plugin_target(config, processors), workspace)
             model = form.model
         profiles = derive_profiles(model.inputs, model.decoder, config.serving)
-        made = Made(source, reference, model, records, profiles, form, config, gpu)
+        made = Made(source, reference, model, records, profiles, form, config, gpu, quantised)
         return _build(made, progress)
 
 
@@ -93,8 +95,6 @@ def _attention_of(source: OnnxModel, config: TensorRtBuild) -> Attention | None:
         if config.attention is not None:
             raise KilnError(f"{source.path} is no decoder's serving graph: leave --attention {config.attention} out")
         return None
-    if config.quantize is not None:
-        refuse_quantised_decoder(str(source.path))
     attention = attention_for(config.sku, config.attention, config.backend)
     if attention == "plugin" and config.options.strip_weights:
         raise KilnError(
@@ -111,13 +111,14 @@ def _plugin_target(config: TensorRtBuild, processors: int) -> PluginTarget:
 
 def _rewritten(
     source: OnnxModel, workspace: Path, config: TensorRtBuild, progress: Progress
-) -> tuple[OnnxModel, tuple[PassRecord, ...]]:
+) -> tuple[OnnxModel, tuple[PassRecord, ...], Quantised | None]:
     """After the passes for TensorRT."""
     target = config.sku.model_copy(update={"backend": "tensorrt", "provider": None, "options": {}})
     switches = SWITCHES if source.decoder is not None else PassSwitches()
     chosen = OptimizeConfig(switches, precision=config.precision)
+    quantised = None
     if config.quantize is not None:
-        model, reports = quantised_for_tensorrt(
+        model, reports, quantised = quantised_for_tensorrt(
             source, workspace / MODEL, target, chosen, config.quantize, config.tokenizer, progress
         )
     else:
@@ -125,7 +126,7 @@ def _rewritten(
             model, reports = optimize(source, workspace / MODEL, target, chosen)
     for report in reports:
         (progress.note if report.rolled_back else progress.detail)(f"{report.name}: {result_of(report)}")
-    return model, tuple(record_from_report(report) for report in reports)
+    return model, tuple(record_from_report(report) for report in reports), quantised
 
 
 def _build(made: Made, progress: Progress) -> EngineBundle:
@@ -146,6 +147,8 @@ def _build(made: Made, progress: Progress) -> EngineBundle:
     def fill(folder: Path) -> Manifest:
         if config.tokenizer is not None:
             shutil.copytree(config.tokenizer, folder / TOKENIZER)
+        if made.quantised is not None:
+            shutil.copytree(made.reference.path.parent / FOLDER, folder / FOLDER)
         if config.backend in ORT_BACKENDS:
             return _with_engine_cache(made, folder, progress)
         return _with_plan(made, products, folder, progress)
@@ -224,7 +227,7 @@ def _cpu_checks(made: Made, progress: Progress) -> tuple[CheckRecord, ...]:
     if made.form is None:
         return ()
     with progress.stage("check the graph"):
-        check = linear_check(made.reference, made.form)
+        check = linear_check(made.reference, made.form, made.floats)
     if check is not None:
         progress.note(f"{check.name}: {check.sentence()}")
     return () if check is None else (check,)
@@ -243,7 +246,8 @@ def _plan_checks(
         return decoder_from_plan(plan, key, form.attention, inputs, profiles, decoder.kv, weights)
 
     running = made.config.serving.max_running
-    return _checked(made, lambda: checked(made.reference, opened_decoder, decoder, NAME, running), progress)
+    judge = lambda: checked(made.reference, opened_decoder, decoder, NAME, running, made.floats)  # noqa: E731
+    return _checked(made, judge, progress)
 
 
 def _checked(made: Made, check: Callable[[], CheckRecord], progress: Progress) -> tuple[CheckRecord, ...]:

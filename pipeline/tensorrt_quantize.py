@@ -1,35 +1,38 @@
-"""INT8 for TensorRT: the float passes, calibration and plan of `pipeline.quantize`, Q and D where TensorRT fuses them.
+"""INT8 for TensorRT: the float passes, then plan, calibration and gate of `pipeline.quantize`, Q and D where TensorRT
+fuses them.
 
-Every layer that TensorRT has in 8 bits is chosen, but the first and the last: what saves time there cannot be measured
-on this machine. Whether the result is accurate enough is `kiln compare`'s to say.
+Every layer that TensorRT has in 8 bits is chosen, but the first and the last, and those that the accuracy limits do not
+allow: what saves time there cannot be measured on this machine. A decoder is judged as it will run, with attention and
+cache in 16 bits.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engines.runtime.tokenizer import Tokenizer
+from engines.manifest import QuantizationRecord
 from engines.sku import Sku
+from passes.bind_attention import BindAttention
+from passes.cast_attention import CastAttention
 from passes.manager import PassReport
 from passes.onnx_model import OnnxModel
 from passes.standard import FLOAT_TABLE
-from pipeline.optimize import OptimizeConfig, optimize, target_for
+from pipeline.optimize import OptimizeConfig, optimize
 from pipeline.progress import Progress
-from pipeline.quantize.building import rewritten
+from pipeline.quantize.building import quantised_engine
 from pipeline.quantize.config import QuantizeConfig
-from pipeline.quantize.stage import quantisation_for
-from plugins.errors import KilnError
+from plugins.build import cpu_library
 
 SCHEME = "w8a8"
 """Weights and activations in INT8 with fixed ranges: the only one of `--quant int8` that TensorRT multiplies in."""
 
 
-def refuse_quantised_decoder(name: str) -> None:
-    """Raise KilnError: fixed ranges of activations are no way to serve a decoder, and nothing here could tell."""
-    raise KilnError(
-        f"{name} is a decoder, and TensorRT has INT8 with fixed ranges of activations only, which rounds SmolLM2's so "
-        "that attention in 16 bits instead of 32 changes its logits by half of the largest: leave --quant out, and "
-        "take --precision fp16"
-    )
+@dataclass(frozen=True)
+class Quantised:
+    """`floats` is what was quantised; plan, table and the gate's report lie beside the model, as `record` says."""
+
+    floats: OnnxModel
+    record: QuantizationRecord
 
 
 def quantised_for_tensorrt(
@@ -40,20 +43,19 @@ def quantised_for_tensorrt(
     config: QuantizeConfig,
     tokenizer: Path | None,
     progress: Progress,
-) -> tuple[OnnxModel, Sequence[PassReport]]:
-    """Write the quantised graph of a model without a KV cache.
+) -> tuple[OnnxModel, Sequence[PassReport], Quantised]:
+    """Write the quantised graph, and what it rests on beside it. A decoder's runs on this machine, too.
 
-    Raises KilnError for data that does not suit the model, and where nothing is left to quantise.
+    Raises KilnError for data that does not suit the model and where nothing is left to quantise, and GateFailedError
+    for what is beyond its limits.
     """
-    assert source.decoder is None
-    work = target.parent / "quantise"
-    work.mkdir()
+    libraries: list[Path] = []
+    if source.decoder is not None:
+        bound = (*passes.switches.enable, BindAttention.name, CastAttention.name)
+        passes, libraries = replace(passes, switches=replace(passes.switches, enable=bound)), [cpu_library()]
+    floats_path = target.parent / "float" / target.name
+    floats_path.parent.mkdir()
     with progress.stage("graph passes"):
-        floats, reports = optimize(source, work / "float.onnx", sku, passes, table=FLOAT_TABLE)
-    known = None if tokenizer is None else Tokenizer(tokenizer)
-    found = quantisation_for(floats, [], known, target_for(floats, sku, passes), config, work, progress)
-    chosen = sum(layer.scheme != "float" for layer in found.plan.layers.values())
-    progress.note(f"{chosen} of {len(found.layers)} layers in INT8; kiln compare tells what that costs in accuracy")
-    with progress.stage("quantise"):
-        made, more = rewritten(floats, target, found, sku, passes)
-    return made, (*reports, *more)
+        floats, reports = optimize(source, floats_path, sku, passes, table=FLOAT_TABLE)
+    made, more, record = quantised_engine(floats, target, sku, passes, config, libraries, tokenizer, None, progress)
+    return made, (*reports, *more), Quantised(floats, record)

@@ -25,6 +25,7 @@ from engines.sku_detect import Gpu
 from passes.onnx_model import OnnxModel
 from pipeline.tensorrt_config import TensorRtBuild
 from pipeline.tensorrt_decoder import DecoderForm
+from pipeline.tensorrt_quantize import Quantised
 from plugins.abi import abi_hash
 
 TOKENIZER = "tokenizer"
@@ -43,6 +44,12 @@ class Made:
     form: DecoderForm | None
     config: TensorRtBuild
     gpu: Gpu | None
+    quantised: Quantised | None = None
+
+    @property
+    def floats(self) -> OnnxModel | None:
+        """What a quantised model was made from."""
+        return None if self.quantised is None else self.quantised.floats
 
     def key(self, product: Product, tensorrt: str) -> EngineKey:
         config = self.config
@@ -87,6 +94,7 @@ def manifest_of(
         outputs=tuple(map(TensorRecord.of, made.model.outputs)),
         passes=made.passes,
         checks=checks,
+        quantization=None if made.quantised is None else made.quantised.record,
         tensorrt=record,
         files=file_records(folder),
     )

@@ -15,7 +15,7 @@ Quant = Literal["none", "int8", "int4"] | Scheme
 QUANTS: tuple[str, ...] = ("none", "int8", "int4", *(scheme for scheme in SCHEMES if scheme != "float"))
 Attention = Literal["auto", "fp32", "bf16"]
 ATTENTIONS: tuple[str, ...] = get_args(Attention)
-Search = Literal["all", "latency", "sensitivity"]
+Search = Literal["all", "latency", "sensitivity", "accuracy"]
 SEARCHES: tuple[str, ...] = get_args(Search)
 
 
@@ -32,8 +32,9 @@ class QuantizeConfig:
     plan: Path | None = None
     """A plan to use instead of making one."""
     search: Search = "latency"
-    """Which layers: `all` that have a kernel; those that are faster (`latency`); or those of these that the accuracy
-    limits allow (`sensitivity`)."""
+    """Which layers: `all` that have a kernel; those that are faster (`latency`); those of these that the accuracy
+    limits allow, each measured alone (`sensitivity`); or all but the noisiest, as few as accuracy allows (`accuracy`).
+    """
     findings: Path | None = None
     """File that keeps what each layer was found to cost, so that a search can go on and be repeated."""
     keep: tuple[str, ...] = ()

@@ -29,17 +29,18 @@ from pipeline.calibration.moments import moments_of
 from pipeline.calibration.running import ObservingSession, prepared_graph
 from pipeline.calibration.samples import TOKENS, CalibrationSet
 from pipeline.calibration.subject import CalibrationModel
-from pipeline.gate.limits import COSINE, PERPLEXITY
+from pipeline.gate.limits import COSINE, PERPLEXITY, limits_from_toml
 from pipeline.progress import Progress
 from pipeline.quantize.candidates import Rewrites, candidate
 from pipeline.quantize.choices import Choices, choices_for
-from pipeline.quantize.choose import choice_from_finding, choose
+from pipeline.quantize.choose import choice_from_finding, choose, cost_of
 from pipeline.quantize.config import QuantizeConfig
 from pipeline.quantize.judge import DecoderJudge, Difference, Judge, PlainJudge, Text
 from pipeline.quantize.latency import LayerClock, Phase
 from pipeline.quantize.material import ORIGIN, default_text
 from pipeline.quantize.sensitivity import Findings, measure_sensitivity
 from pipeline.quantize.smoothing import layers_to_smooth, smoothed
+from pipeline.quantize.trim import trimmed
 from pipeline.verify import StepClock
 from plugins.errors import KilnError
 
@@ -47,6 +48,10 @@ _PROMPT, _ANSWER = 512, 128
 """Tokens of the request whose time a decoder's layers are weighed by."""
 _JUDGED = 6
 """Samples of a stratum on which single layers are judged."""
+_JUDGED_WHOLE = 2
+"""And on which whole plans are, where they are tried one after the other."""
+_RANKED = 512
+"""Tokens of the text on which layers are ranked, or fewer."""
 _POSITIONS = 128
 """Positions of a text at which they are."""
 
@@ -228,9 +233,10 @@ def _planned(
         return quantising_passes(plan, table, moments, stage.target)
 
     planned = {name: LayerPlan(reason=reason) for name, reason in choices.left.items()}
-    if stage.config.search == "all" or not choices.plans:
+    if stage.config.search in ("all", "accuracy") or not choices.plans:
         planned |= {name: plans[0] for name, plans in choices.plans.items()}
-        return PrecisionPlan(stage.sha256, {layer.name: planned[layer.name] for layer in stage.layers})
+        plan = PrecisionPlan(stage.sha256, {layer.name: planned[layer.name] for layer in stage.layers})
+        return _accurate(stage, plan, rewrites) if stage.config.search == "accuracy" and plan.quantised else plan
     saved = _with_neighbours(stage, choices, _saved(stage, choices, rewrites), rewrites)
     faster = {name: plans for name, plans in choices.plans.items() if max(saved[name]) > 0}
     if not faster:
@@ -287,6 +293,20 @@ def _with_neighbours(
     return {name: [share] * len(gains) if name in slower else gains for name, gains in saved.items()}
 
 
+def _accurate(stage: _Stage, plan: PrecisionPlan, rewrites: Rewrites) -> PrecisionPlan:
+    """The plan without the layers that are too noisy, judged whole."""
+    judge = _judge(stage, _JUDGED_WHOLE)
+
+    def cost(plan: PrecisionPlan) -> float:
+        with candidate(stage.model.model.path, plan, rewrites) as made:
+            return max(cost_of(difference) for difference in judge(made).values())
+
+    allowed = _allowed(stage.model.decoder is not None, plan.layers.values(), stage.config.limits)
+    sample = max(stage.data().samples, key=lambda sample: min(sample.length, _RANKED))
+    with stage.progress.stage("choose layers"):
+        return trimmed(plan, stage.model, rewrites, sample, cost, allowed, stage.threads, observe=stage.progress.detail)
+
+
 def _within_limits(
     stage: _Stage,
     faster: Mapping[str, Sequence[LayerPlan]],
@@ -313,11 +333,15 @@ def _within_limits(
         return choose(stage.sha256, usable, limits, measure).plan.layers
 
 
-def _allowed(is_decoder: bool, plans: Iterable[LayerPlan]) -> float:
-    """What a plan may cost by the gate's conventions for its coarsest scheme: KL divergence, or squared error."""
+def _allowed(is_decoder: bool, plans: Iterable[LayerPlan], limits: Path | None = None) -> float:
+    """What a plan may cost by the gate's conventions for its coarsest scheme: KL divergence, or squared error.
+
+    A user's limit of perplexity counts instead.
+    """
     schemes = {plan.scheme for plan in plans}
     if is_decoder:
-        return math.log1p(max(PERPLEXITY[scheme] for scheme in schemes))
+        given = {} if limits is None else limits_from_toml(limits).limits
+        return math.log1p(given.get("perplexity", max(PERPLEXITY[scheme] for scheme in schemes)))
     return 2 * (1 - min(COSINE[scheme] for scheme in schemes))
 
 
@@ -338,13 +362,13 @@ def _shapes(stage: _Stage) -> dict[str, tuple[int, ...]]:
     return {layer.name: found[layer.activation] for layer in stage.layers}
 
 
-def _judge(stage: _Stage) -> Judge:
+def _judge(stage: _Stage, count: int = _JUDGED) -> Judge:
     """On a few samples of every stratum."""
     data, model = stage.data(), stage.model
     chosen = [
         sample
         for name in data.strata.names
-        for sample in [s for s in data.samples if data.stratum_of(s) == name][:_JUDGED]
+        for sample in [s for s in data.samples if data.stratum_of(s) == name][:count]
     ]
     if model.decoder is None:
         samples = [(data.stratum_of(sample), sample.read()) for sample in chosen]

@@ -13,7 +13,7 @@ from engines.bundle import open_bundle
 from engines.runtime.engine import Engine
 from engines.runtime.opening import default_config
 from engines.runtime.scheduler import SchedulerConfig
-from engines.sku import resolve_sku
+from engines.sku import resolve_sku, sku_table
 from engines.sku_detect import NoDriverError, own_gpus
 from passes.onnx_model import OnnxModel, onnx_model_from_path
 from pipeline.cli import kiln_group
@@ -21,7 +21,7 @@ from pipeline.progress import Progress
 from pipeline.quantize.config import QuantizeConfig
 from pipeline.tensorrt import build_tensorrt
 from pipeline.tensorrt_config import TensorRtBuild
-from pipeline.tensorrt_decoder import attention_for
+from pipeline.tensorrt_decoder import attention_for, multiprocessors
 from plugins.errors import KilnError
 
 from .serving import CONTEXT, serving_graph
@@ -148,6 +148,14 @@ def test_quantising_needs_the_passes_and_fp32() -> None:
             TensorRtBuild(resolve_sku("l4"), Path("out"), quantize=quantize, **wrong)
 
 
+def test_without_a_driver_the_sku_says_how_many_multiprocessors_there_are() -> None:
+    if has_driver():
+        pytest.skip("this machine has a GPU")
+    assert multiprocessors(resolve_sku("l4")) == 58
+    with_plugin = [sku for sku in sku_table().values() if sku.runs_attention_plugin and not sku.is_cpu]
+    assert all(sku.multiprocessors for sku in with_plugin)
+
+
 def test_a_decoders_attention_is_chosen_by_the_sku() -> None:
     l4, t4 = resolve_sku("l4"), resolve_sku("t4")
     assert attention_for(l4, None, "tensorrt") == "plugin"
@@ -167,10 +175,9 @@ def test_what_a_decoder_cannot_have_is_refused_before_any_work(decoder, model, t
     with pytest.raises(KilnError, match="leave --trt-strip-weights out, or build with --attention native"):
         build_tensorrt(decoder, config, Progress())
     if not has_driver():
+        unknown = config.sku.model_copy(update={"multiprocessors": None})
         with pytest.raises(KilnError, match="no CUDA driver"):
-            build_tensorrt(decoder, replace(config, options=TensorRtOptions()), Progress())
-    with pytest.raises(KilnError, match=r"decoder\.onnx is a decoder, and TensorRT has INT8 with fixed ranges"):
-        build_tensorrt(decoder, replace(config, quantize=QuantizeConfig("w8a8")), Progress())
+            build_tensorrt(decoder, replace(config, options=TensorRtOptions(), sku=unknown), Progress())
     with pytest.raises(KilnError, match="no decoder's serving graph: leave --attention plugin out"):
         build_tensorrt(model, config, Progress())
     assert not (tmp_path / "b").exists()
