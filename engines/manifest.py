@@ -192,6 +192,8 @@ class QuantizationRecord(Record):
     gate: str
     """The gate's report."""
     verdict: str
+    unmeasured: int = 0
+    """Quantised layers whose speed on the SKU was not known, nor that of layers like them."""
 
     def sentence(self) -> str:
         """For people."""

@@ -28,7 +28,7 @@ from engines.sku import Sku, resolve_sku
 from passes.base import Effect
 from passes.manager import link_or_copy
 from passes.onnx_model import OnnxModel, external_files, load_structure, onnx_model_from_path
-from passes.standard import FLOAT_TABLE, TABLE
+from passes.standard import FLOAT_TABLE, TABLE, WIDE_TABLE
 from pipeline.buildable import refuse_unbuildable
 from pipeline.check import check_against_torch, check_against_unoptimised
 from pipeline.config import BuildConfig, Precision
@@ -48,8 +48,11 @@ from pipeline.gpu_build import (
     gpu_plugin,
     provider_options,
     refuse_gpu_decoder,
+    refuse_quantising,
     runnable,
+    unmeasured_layers,
     write_expected,
+    write_expected_of_graph,
 )
 from pipeline.load import Description, TorchModel, describe, load
 from pipeline.memory import memory_account
@@ -62,6 +65,7 @@ from plugins.abi import abi_hash
 from plugins.build import cpu_library
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import DOMAIN, OP_TYPE
+from plugins.quant_matmul.cuda_choice import recorded
 
 ENGINE = "engine.onnx"
 TOKENIZER = "tokenizer"
@@ -108,7 +112,10 @@ def build(spec: str, sku_names: Sequence[str], config: BuildConfig, progress: Pr
         progress.note(line)
     for sku, forecast in zip(skus, forecasts, strict=True):
         refuse_what_cannot_fit(forecast)
-        refuse_unbuildable(sku, is_decoder=forecast.kv_bytes_per_token is not None, elsewhere=config.elsewhere)
+        is_decoder = forecast.kv_bytes_per_token is not None
+        refuse_unbuildable(sku, is_decoder=is_decoder, elsewhere=config.elsewhere)
+        if config.quantize is not None and not sku.is_cpu and not is_decoder:
+            raise KilnError(f"quantised engines for {sku.name} are language models; {spec} is none: leave it out")
         if description is not None and description.is_decoder and not sku.is_cpu:
             layers = decoder_work_from_description(description, config.for_sku(sku)).layers
             sizes = [layer.head_dim for layer in layers]  # before weights are read; the graph is looked at again
@@ -164,7 +171,7 @@ def _sku_for(name: str, config: BuildConfig) -> Sku:
     if precision not in sku.precisions:
         raise KilnError(f"SKU {sku.name} offers the precisions {', '.join(sku.precisions)}; found {precision}")
     if config.quantize is not None and not sku.is_cpu:
-        raise KilnError(f"quantised engines are built for CPUs in this version, not for {sku.name}: leave it out")
+        refuse_quantising(config.quantize, precision, sku)
     return sku
 
 
@@ -214,7 +221,8 @@ def _same_engine(first: Sku, second: Sku, inputs: _Inputs, config: BuildConfig) 
     """Whether two SKUs get the same graph by the same passes, judged by the same checks on this machine."""
     targets = [target_for(inputs.onnx_model, sku, _passes_of(config, sku)) for sku in (first, second)]
     same_code = first.is_cpu or first.plugin_architectures == second.plugin_architectures
-    return targets[0] == targets[1] and first.provider == second.provider and same_code
+    same_speed = config.quantize is None or first.is_cpu or recorded(first.name) == recorded(second.name)
+    return targets[0] == targets[1] and first.provider == second.provider and same_code and same_speed
 
 
 def _share_with_sku(twin: EngineBundle, sku: Sku, path: Path, progress: Progress) -> EngineBundle:
@@ -248,7 +256,11 @@ def _engine(
 ) -> _Engine:
     """Write the engine. What is quantised is checked before that, as float, and judged by the gate after it."""
     passes, quantize = _passes_of(config, sku), config.quantize
-    target, table = (folder / ENGINE, TABLE) if quantize is None else (folder / "float" / ENGINE, FLOAT_TABLE)
+    target, table, precision = folder / ENGINE, TABLE, passes.precision
+    if quantize is not None:
+        target, table = folder / "float" / ENGINE, FLOAT_TABLE
+        if not sku.is_cpu:  # the cast to 16 bits follows
+            table, precision, libraries = WIDE_TABLE, "fp32", [cpu_library()]
     target.parent.mkdir(exist_ok=True)
     with progress.stage(f"{sku.name}: graph passes"):
         model, reports = optimize(inputs.onnx_model, target, sku, passes, inputs.feeds, table=table)
@@ -256,7 +268,7 @@ def _engine(
         (progress.note if report.rolled_back else progress.detail)(f"{report.name}: {result_of(report)}")
     with progress.stage(f"{sku.name}: check"):
         changed = any(report.changed and report.effect is Effect.MODEL for report in reports)
-        check = _check(inputs, model, sku, libraries, passes.precision, changed)
+        check = _check(inputs, model, sku, libraries, precision, changed)
     progress.note(f"{check.name}: {check.sentence()}")
     record = None
     if quantize is not None:
@@ -341,8 +353,13 @@ def _manifest(
     expected = None
     if not sku.is_cpu:
         options, unverified = provider_options(sku, model), (UNVERIFIED_KERNELS, UNMEASURED)
-        if model.decoder is not None:
-            expected = write_expected(inputs.onnx_model, torch_model, model.decoder, folder)
+        if engine.quantization is not None:
+            unverified = (*unverified, *unmeasured_layers(engine.quantization, sku))
+            expected = write_expected_of_graph(model, folder)
+        elif model.decoder is not None and torch_model is not None:
+            expected = write_expected(torch_model, model.decoder, folder)
+        elif model.decoder is not None:
+            expected = write_expected_of_graph(inputs.onnx_model, folder)
     return Manifest(
         kiln_version=version(DISTRIBUTION),
         created=_now(),

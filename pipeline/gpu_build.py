@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from engines.manifest import PluginRecord
+from engines.manifest import PluginRecord, QuantizationRecord
 from engines.sku import Sku
 from passes.manager import link_or_copy
 from passes.onnx_model import DecoderSpec, OnnxModel, load_structure
@@ -19,6 +19,7 @@ from pipeline.compare.onnx_subject import bound_graph
 from pipeline.cpu_form import write_cpu_form
 from pipeline.expected import EXPECTED, expected_from_graph, expected_from_torch
 from pipeline.load import TorchModel
+from pipeline.quantize.config import QuantizeConfig, refuse_schemes
 from plugins.abi import abi_hash
 from plugins.build import cpu_library
 from plugins.cuda_build import cuda_library, find_nvcc
@@ -45,6 +46,30 @@ def refuse_gpu_decoder(head_sizes: Iterable[int], block_size: int, sku: Sku) -> 
     find_nvcc()
 
 
+def refuse_quantising(config: QuantizeConfig, precision: str, sku: Sku) -> None:
+    """Raise KilnError for a quantised build that Kiln's CUDA operators do not carry, as far as options tell."""
+    if (sku.backend, sku.provider) != ("onnxruntime", "CUDAExecutionProvider"):
+        raise KilnError(
+            f"build-engine quantises for CPUs, and for GPUs with ONNX Runtime; {sku.name} has {sku.backend}"
+        )
+    if precision == "fp32":
+        raise KilnError(f"quantised engines for {sku.name} have activations of 16 bits: use --precision fp16 or bf16")
+    if config.attention != "auto":
+        raise KilnError(f"--attention is for CPUs; on {sku.name} attention computes in {precision}: leave it out")
+    refuse_schemes([config.quant], sku)
+
+
+def unmeasured_layers(record: QuantizationRecord, sku: Sku) -> tuple[str, ...]:
+    """What a manifest says of quantised layers whose speed nobody knows."""
+    if not record.unmeasured:
+        return ()
+    total = sum(count for scheme, count in record.schemes.items() if scheme != "float")
+    return (
+        f"{record.unmeasured} of {total} quantised layers have shapes that were not measured on {sku.name}: which "
+        "kernels multiply them is a default",
+    )
+
+
 def gpu_plugin(folder: Path, sku: Sku) -> PluginRecord:
     """Compile the operator library for the SKU's architectures into a bundle's folder.
 
@@ -69,12 +94,18 @@ def runnable(model: OnnxModel) -> Iterator[OnnxModel]:
         yield replace(model, path=write_cpu_form(model.path, Path(folder)))
 
 
-def write_expected(source: OnnxModel, torch_model: TorchModel | None, decoder: DecoderSpec, folder: Path) -> str:
+def write_expected(torch_model: TorchModel, decoder: DecoderSpec, folder: Path) -> str:
     """Write what the model gives in FP32 for some texts into a bundle's folder; returns the file's name."""
-    if torch_model is not None:
-        found = expected_from_torch(torch_model, decoder)
-    else:
-        with tempfile.TemporaryDirectory(prefix="kiln-gpu-check-") as work:
-            found = expected_from_graph(bound_graph(source.path, Path(work)), source, [cpu_library()])
+    expected_from_torch(torch_model, decoder).save(folder / EXPECTED)
+    return EXPECTED
+
+
+def write_expected_of_graph(source: OnnxModel, folder: Path) -> str:
+    """The same by a graph on this machine's CPU: an exported model's in FP32, or in its form a quantised engine's own.
+
+    The latter is what its kernels are to give, however far the weights' bits are from the model's.
+    """
+    with tempfile.TemporaryDirectory(prefix="kiln-gpu-check-") as work:
+        found = expected_from_graph(bound_graph(source.path, Path(work)), source, [cpu_library()])
     found.save(folder / EXPECTED)
     return EXPECTED

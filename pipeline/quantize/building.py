@@ -2,21 +2,26 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from engines.manifest import QuantizationRecord
 from engines.runtime.tokenizer import Tokenizer
 from engines.sku import Sku
 from passes.manager import PassReport
 from passes.onnx_model import OnnxModel
-from passes.standard import BINDING_TABLE
+from passes.standard import BINDING_TABLE, NARROWING_TABLE, PassSwitches
+from pipeline.cpu_form import write_cpu_form
 from pipeline.gate.report import GateReport, require_passed
 from pipeline.optimize import OptimizeConfig, optimize, target_for
 from pipeline.progress import Progress
-from pipeline.quantize.config import QuantizeConfig
+from pipeline.quantize.config import QuantizeConfig, refuse_schemes
 from pipeline.quantize.judging import judge_engine
-from pipeline.quantize.stage import Quantisation, quantisation_for
+from pipeline.quantize.sku_speed import speed_of
+from pipeline.quantize.stage import quantisation_for
+from pipeline.quantize.state import Quantisation
 from pipeline.verify import Feeds
 from plugins.errors import KilnError
 
@@ -37,6 +42,7 @@ def quantised_engine(
 ) -> tuple[OnnxModel, tuple[PassReport, ...], QuantizationRecord]:
     """Write the quantised form of a float graph to `engine`, and plan, table and report into the folder beside it.
 
+    `model` and `plugins` run on this machine; what is made for a GPU is judged in the form that its CPU runs.
     Raises KilnError, and GateFailedError with the report, for an engine that is beyond its limits.
     """
     work = engine.parent / "work"
@@ -50,7 +56,9 @@ def quantised_engine(
         work,
         progress,
         passes.threads,
+        speed_of(sku) if sku.provider == "CUDAExecutionProvider" else None,
     )
+    refuse_schemes(found.schemes, sku)
     for scheme, count in _schemes(found).items():
         progress.note(f"{count} of {len(found.layers)} layers as {scheme}")
 
@@ -61,12 +69,12 @@ def quantised_engine(
         made, reports = write(engine)
     report = judge_engine(
         model,
-        engine,
+        _runnable(engine, work, sku),
         found.schemes,
         found.subject,
         found.specs,
         config,
-        lambda keep: write(work / "trial.onnx", keep)[0].path,
+        lambda keep: _runnable(write(work / "trial.onnx", keep)[0].path, work, sku),
         progress,
         passes.threads,
     )
@@ -89,12 +97,37 @@ def rewritten(
 
     Raises KilnError where a pass of the plan had to be undone.
     """
-    first = found.passes(keep)
-    made = optimize(model, target, sku, passes, feeds, table=BINDING_TABLE, first=first)
-    for report in made[1][: len(first)]:
-        if report.rolled_back:
-            raise KilnError(f"the model cannot be quantised as planned: {report.name}: {report.rolled_back}")
+    first, bound, table = found.passes(keep), dict[str, dict[str, Any]](), BINDING_TABLE
+    if found.target.backend == "cuda":
+        bound, table = found.bound(keep), NARROWING_TABLE
+        passes = replace(passes, switches=_enabling(passes.switches, bound))
+    made = optimize(model, target, sku, passes, feeds, table=table, first=first)
+    reports = made[1]
+    for report in (*reports[: len(first)], *(report for report in reports[len(first) :] if report.name in bound)):
+        if problem := report.rolled_back or ("" if report.changed or report.name not in bound else report.notes):
+            raise KilnError(f"the model cannot be quantised as planned: {report.name}: {problem}")
     return made
+
+
+def _enabling(switches: PassSwitches, options: Mapping[str, Mapping[str, Any]]) -> PassSwitches:
+    """The user's choice, with these passes and their options."""
+    return replace(
+        switches,
+        only=(*switches.only, *options) if switches.only else (),
+        enable=(*switches.enable, *options),
+        disable=tuple(name for name in switches.disable if name not in options),
+        options={**switches.options, **options},
+    )
+
+
+def _runnable(engine: Path, work: Path, sku: Sku) -> Path:
+    """The engine itself, or its form for this machine's CPU in a folder that the next one takes over."""
+    if sku.is_cpu:
+        return engine
+    folder = work / "form"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return write_cpu_form(engine, folder)
 
 
 def _schemes(found: Quantisation) -> dict[str, int]:
@@ -117,4 +150,5 @@ def written(folder: Path, found: Quantisation, report: GateReport) -> Quantizati
         data_sha256=None if found.table is None else found.table.data_sha256,
         gate=f"{FOLDER}/gate.json",
         verdict=report.sentence(),
+        unmeasured=found.unmeasured,
     )

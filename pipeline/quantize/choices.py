@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from passes.quantization.cuda_schemes import GROUP
 from passes.quantization.layers import Layer
 from passes.quantization.plan import DYNAMIC, FOUR_BITS, LayerPlan, Scheme
 from passes.quantization.rewrite import kernels_of
@@ -62,9 +63,10 @@ def choices_for(layers: Sequence[Layer], target: PassTarget, config: QuantizeCon
 
 
 def _plan(scheme: Scheme, target: PassTarget, config: QuantizeConfig) -> LayerPlan:
-    own = kernels_of(target) == "cpu-plugins"
+    kernels = kernels_of(target)
+    own, on_cuda = kernels == "cpu-plugins", kernels == "cuda-plugins"
     grouped = scheme in ("w8a16", "w4a16") or (scheme in DYNAMIC and own)
-    usual = _GROUP_OF_4_BITS if scheme in FOUR_BITS else _GROUP
+    usual = GROUP if on_cuda else _GROUP_OF_4_BITS if scheme in FOUR_BITS else _GROUP
     group = (usual if config.group_size is None else config.group_size) if grouped else 0
     return LayerPlan(
         scheme,

@@ -1,10 +1,12 @@
 """Options of quantisation. The command line takes its defaults from here."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, get_args
 
+from engines.sku import Sku
 from passes.quantization.layers import Layer
 from passes.quantization.plan import SCHEMES, KvScheme, Rounding, Scheme
 from pipeline.calibration import CalibrationConfig
@@ -80,3 +82,9 @@ class QuantizeConfig:
                 )
             found += matches
         return list(dict.fromkeys(found))
+
+
+def refuse_schemes(schemes: Sequence[str], sku: Sku) -> None:
+    """Raise KilnError for schemes that a machine type has no arithmetic for."""
+    if "fp8" in schemes and not sku.is_cpu and "fp8" not in sku.precisions:
+        raise KilnError(f"{sku.name} has no fp8; it offers {', '.join(sku.precisions)}: use --quant int8 or int4")

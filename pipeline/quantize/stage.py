@@ -5,29 +5,24 @@ Nothing is written but what the caller names. The verdict on the result is the g
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from numpy.typing import NDArray
 
 from engines.runtime.tokenizer import Tokenizer
-from passes.attention_precision import AttentionPrecision
 from passes.base import Pass
 from passes.onnx_model import OnnxModel
-from passes.quantization.layers import Layer, layers_of, name_layers
-from passes.quantization.plan import STATIC, LayerPlan, PrecisionPlan, plan_from_toml
+from passes.quantization.cuda_form import SimulateCuda
+from passes.quantization.plan import LayerPlan, PrecisionPlan, plan_from_toml
+from passes.quantization.rescale import Rescaled
 from passes.quantization.rewrite import check_plan, kernels_of, quantising_passes
-from passes.quantization.table import CalibrationTable, table_from_json
-from passes.quantize_cache import QuantizeCache
+from passes.quantization.table import CalibrationTable
 from passes.standard import PassTarget
-from pipeline.calibration import calibrate
-from pipeline.calibration.calibrating import covered_set
-from pipeline.calibration.moments import moments_of
-from pipeline.calibration.running import ObservingSession, prepared_graph
-from pipeline.calibration.samples import TOKENS, CalibrationSet
+from pipeline.calibration.running import ObservingSession
+from pipeline.calibration.samples import TOKENS
 from pipeline.calibration.subject import CalibrationModel
 from pipeline.gate.limits import COSINE, PERPLEXITY, limits_from_toml
 from pipeline.progress import Progress
@@ -37,9 +32,10 @@ from pipeline.quantize.choose import choice_from_finding, choose, cost_of
 from pipeline.quantize.config import QuantizeConfig
 from pipeline.quantize.judge import DecoderJudge, Difference, Judge, PlainJudge, Text
 from pipeline.quantize.latency import LayerClock, Phase
-from pipeline.quantize.material import ORIGIN, default_text
 from pipeline.quantize.sensitivity import Findings, measure_sensitivity
+from pipeline.quantize.sku_speed import SkuSpeed
 from pipeline.quantize.smoothing import layers_to_smooth, smoothed
+from pipeline.quantize.state import Quantisation, Stage
 from pipeline.quantize.trim import trimmed
 from pipeline.verify import StepClock
 from plugins.errors import KilnError
@@ -56,132 +52,6 @@ _POSITIONS = 128
 """Positions of a text at which they are."""
 
 
-@dataclass(frozen=True)
-class Quantisation:
-    """A plan for one graph and what it rests on."""
-
-    plan: PrecisionPlan
-    table: CalibrationTable | None
-    layers: tuple[Layer, ...]
-    target: PassTarget
-    moments: Mapping[str, NDArray]
-    subject: CalibrationModel
-    specs: Callable[[], tuple[str, ...]]
-    """Names the data on which the model was or would be calibrated. Raises KilnError where there is none."""
-    config: QuantizeConfig
-    attends_in_bf16: bool
-
-    def passes(self, keep: Sequence[str] = ()) -> list[Pass]:
-        """Those that apply the plan, with more layers kept float."""
-        plan = self.plan.keeping(keep, "kept to pass the gate") if keep else self.plan
-        passes = quantising_passes(plan, self.table, self.moments, self.target)
-        if plan.kv:
-            values = plan.kv == "int8-kv"
-            passes.append(QuantizeCache(self.target.decoder, values=values, max_context=self.config.kv_limit))
-        if self.attends_in_bf16:
-            passes.append(AttentionPrecision("bfloat16"))
-        return passes
-
-    @property
-    def schemes(self) -> tuple[str, ...]:
-        """In use, the cache's included."""
-        found = {layer.scheme for layer in self.plan.layers.values() if layer.scheme != "float"}
-        return (*sorted(found), *((self.plan.kv,) if self.plan.kv else ())) or ("float",)
-
-
-class _Stage:
-    """What the steps share."""
-
-    def __init__(
-        self,
-        model: CalibrationModel,
-        target: PassTarget,
-        config: QuantizeConfig,
-        folder: Path,
-        threads: int | None,
-        progress: Progress,
-    ) -> None:
-        self.model, self.target, self.config = model, target, config
-        self.folder, self.threads, self.progress = folder, threads, progress
-        graph = prepared_graph(model)
-        name_layers(graph)
-        self.layers = layers_of(graph)
-        self._data: CalibrationSet | None = None
-
-    @property
-    def sha256(self) -> str:
-        return self.model.model.sha256
-
-    @cached_property
-    def specs(self) -> tuple[str, ...]:
-        if self.config.specs:
-            return self.config.specs
-        if not self.model.takes_tokens or self.model.tokenizer is None:
-            raise KilnError(
-                "this model's calibration data cannot be made up; give --calibration: images, .npz batches, token ids "
-                "or module:callable"
-            )
-        path = self.folder / "calibration.txt"
-        path.write_text(default_text(), encoding="utf-8")
-        self.progress.note(f"calibration data: {ORIGIN}")
-        return (f"text:{path}",)
-
-    def result(
-        self, plan: PrecisionPlan, table: CalibrationTable | None, moments: Mapping[str, NDArray]
-    ) -> Quantisation:
-        return Quantisation(
-            plan,
-            table,
-            tuple(self.layers),
-            self.target,
-            moments,
-            self.model,
-            lambda: self.specs,
-            self.config,
-            self._attends_in_bf16(plan),
-        )
-
-    def _attends_in_bf16(self, plan: PrecisionPlan) -> bool:
-        """As the user says; by default where layers are quantised and a prompt is measured to take less time so."""
-        if self.model.decoder is None or self.target.backend != "cpu" or self.config.attention == "fp32":
-            return False
-        if self.config.attention == "bf16" or not plan.quantised:
-            return self.config.attention == "bf16"
-        path = self.model.model.path
-        with self.progress.stage("time attention"), candidate(path, plan, lambda plan: [AttentionPrecision()]) as other:
-            timing = StepClock(self.model.model, self.model.plugins, threads=self.threads)(path, other)
-        self.progress.detail(f"a prompt takes {timing.before * 1e3:.1f} ms, {timing.after * 1e3:.1f} attending in BF16")
-        return timing.pays is True
-
-    def data(self) -> CalibrationSet:
-        if self._data is None:
-            self._data = covered_set(self.specs, self.model, self.config.calibration, self.progress)[0]
-        return self._data
-
-    def table(self, plans: Sequence[LayerPlan], required: bool = False) -> CalibrationTable | None:
-        """The user's, or one made now where a plan needs it or it is `required`."""
-        if self.config.table is not None:
-            table = table_from_json(self.config.table)
-            table.require_model(self.sha256)
-            return table
-        if not (required or any(p.scheme in STATIC or p.smooth is not None or p.rounding == "awq" for p in plans)):
-            return None
-        config = self.config.calibration
-        if any(layer.kind == "Conv" for layer in self.layers):  # all of such a network is computed in integers
-            config = replace(config, observe=replace(config.observe, everything=True))
-        found = calibrate(self.specs, self.model, config, self.progress)
-        self._data = found.data
-        return found.table
-
-    def moments(self, plans: Mapping[str, Sequence[LayerPlan]]) -> dict[str, NDArray]:
-        names = [name for name, options in plans.items() if any(plan.rounding in ("gptq", "awq") for plan in options)]
-        if not names:
-            return {}
-        observe = self.config.calibration.observe
-        found = moments_of(self.model, self.data(), observe, names, progress=self.progress)
-        return {layer: item.second for item in found for layer in item.layers}
-
-
 def quantisation_for(
     model: OnnxModel,
     plugins: Sequence[Path],
@@ -191,14 +61,16 @@ def quantisation_for(
     folder: Path,
     progress: Progress,
     threads: int | None = None,
+    speed: SkuSpeed | None = None,
 ) -> Quantisation:
     """Plan the quantisation of a graph that the float passes have been over. `folder` is for temporary files.
 
+    `speed` tells of a GPU what this machine cannot measure; a graph for one is still in FP32.
     Raises KilnError for data, tables and plans that do not suit the model, and where nothing can be gained.
     """
     limit = model.decoder.max_context if model.decoder else (tokenizer.max_length if tokenizer else None)
     subject = CalibrationModel(model, tuple(plugins), tokenizer, limit)
-    stage = _Stage(subject, target, config, folder, threads, progress)
+    stage = Stage(subject, target, config, folder, threads, progress, speed)
     if config.plan is not None:
         return _given(stage, plan_from_toml(config.plan))
     choices = choices_for(stage.layers, target, config)
@@ -213,7 +85,7 @@ def quantisation_for(
     return stage.result(plan, table, moments)
 
 
-def _given(stage: _Stage, plan: PrecisionPlan) -> Quantisation:
+def _given(stage: Stage, plan: PrecisionPlan) -> Quantisation:
     if plan.model_sha256 != stage.sha256:
         stage.progress.note(
             f"the plan was made for the graph {plan.model_sha256[:12]}, this one is {stage.sha256[:12]}"
@@ -227,34 +99,63 @@ def _given(stage: _Stage, plan: PrecisionPlan) -> Quantisation:
 
 
 def _planned(
-    stage: _Stage, choices: Choices, table: CalibrationTable | None, moments: Mapping[str, NDArray]
+    stage: Stage, choices: Choices, table: CalibrationTable | None, moments: Mapping[str, NDArray]
 ) -> PrecisionPlan:
     def rewrites(plan: PrecisionPlan) -> list[Pass]:
-        return quantising_passes(plan, table, moments, stage.target)
+        rescaled = Rescaled()
+        passes = quantising_passes(plan, table, moments, stage.target, rescaled)
+        return passes if stage.speed is None else [*passes, SimulateCuda(plan, moments, rescaled)]
 
+    if stage.speed is not None:
+        choices = _with_kernel_rows(stage, choices)
     planned = {name: LayerPlan(reason=reason) for name, reason in choices.left.items()}
     if stage.config.search in ("all", "accuracy") or not choices.plans:
         planned |= {name: plans[0] for name, plans in choices.plans.items()}
         plan = PrecisionPlan(stage.sha256, {layer.name: planned[layer.name] for layer in stage.layers})
         return _accurate(stage, plan, rewrites) if stage.config.search == "accuracy" and plan.quantised else plan
-    saved = _with_neighbours(stage, choices, _saved(stage, choices, rewrites), rewrites)
+    if stage.speed is None:
+        saved = _with_neighbours(stage, choices, _saved(stage, choices, rewrites), rewrites)
+    else:
+        saved = {name: [_saved_there(stage, name, plan) for plan in plans] for name, plans in choices.plans.items()}
     faster = {name: plans for name, plans in choices.plans.items() if max(saved[name]) > 0}
     if not faster:
         raise KilnError(
-            f"none of the {len(choices.plans)} layers is faster as {stage.config.quant} on this machine; "
-            "leave the model as it is, or try another --quant"
+            f"none of the {len(choices.plans)} layers is faster as {stage.config.quant} on "
+            f"{stage.speed.name if stage.speed else 'this machine'}; leave the model as it is, try another --quant, or "
+            "quantise them all the same with --search all"
         )
-    planned |= {name: LayerPlan(reason="not faster here") for name in choices.plans if name not in faster}
+    planned |= {name: _slower(stage, name, plans[0]) for name, plans in choices.plans.items() if name not in faster}
     if stage.config.search == "latency":
         planned |= {
-            name: replace(plans[0], reason=f"saves {saved[name][0] * 1e3:.3g} ms") for name, plans in faster.items()
+            name: replace(plans[0], reason=plans[0].reason or f"saves {saved[name][0] * 1e3:.3g} ms")
+            for name, plans in faster.items()
         }
     else:
         planned |= _within_limits(stage, faster, saved, rewrites, _context(stage, table))
     return PrecisionPlan(stage.sha256, {layer.name: planned[layer.name] for layer in stage.layers})
 
 
-def _saved(stage: _Stage, choices: Choices, rewrites: Rewrites) -> dict[str, list[float]]:
+def _with_kernel_rows(stage: Stage, choices: Choices) -> Choices:
+    """For a GPU: what was measured there says by which kernels a layer is multiplied, and the reason where."""
+
+    def chosen(name: str, plan: LayerPlan) -> LayerPlan:
+        speed = stage.speed_of(name, plan)
+        return replace(plan, kernel_rows=speed.kernel_rows, reason=speed.origin)
+
+    return replace(choices, plans={n: tuple(chosen(n, plan) for plan in plans) for n, plans in choices.plans.items()})
+
+
+def _saved_there(stage: Stage, name: str, plan: LayerPlan) -> float:
+    """Seconds of a decode step on a GPU; none where any batch is slower."""
+    speed = stage.speed_of(name, plan)
+    return speed.saved if speed.wins else min(speed.saved, 0.0)
+
+
+def _slower(stage: Stage, name: str, plan: LayerPlan) -> LayerPlan:
+    return LayerPlan(reason="not faster here" if stage.speed is None else f"not faster at every batch: {plan.reason}")
+
+
+def _saved(stage: Stage, choices: Choices, rewrites: Rewrites) -> dict[str, list[float]]:
     """Seconds that each layer's choices save over the workload."""
     by_name = {layer.name: layer for layer in stage.layers}
     path, plugins = stage.model.model.path, stage.model.plugins
@@ -268,7 +169,7 @@ def _saved(stage: _Stage, choices: Choices, rewrites: Rewrites) -> dict[str, lis
 
 
 def _with_neighbours(
-    stage: _Stage, choices: Choices, saved: Mapping[str, list[float]], rewrites: Rewrites
+    stage: Stage, choices: Choices, saved: Mapping[str, list[float]], rewrites: Rewrites
 ) -> Mapping[str, list[float]]:
     """Seconds saved, of a network of convolutions as a whole too: integers between two layers need no conversion.
 
@@ -293,7 +194,7 @@ def _with_neighbours(
     return {name: [share] * len(gains) if name in slower else gains for name, gains in saved.items()}
 
 
-def _accurate(stage: _Stage, plan: PrecisionPlan, rewrites: Rewrites) -> PrecisionPlan:
+def _accurate(stage: Stage, plan: PrecisionPlan, rewrites: Rewrites) -> PrecisionPlan:
     """The plan without the layers that are too noisy, judged whole."""
     judge = _judge(stage, _JUDGED_WHOLE)
 
@@ -308,7 +209,7 @@ def _accurate(stage: _Stage, plan: PrecisionPlan, rewrites: Rewrites) -> Precisi
 
 
 def _within_limits(
-    stage: _Stage,
+    stage: Stage,
     faster: Mapping[str, Sequence[LayerPlan]],
     saved: Mapping[str, Sequence[float]],
     rewrites: Rewrites,
@@ -345,13 +246,13 @@ def _allowed(is_decoder: bool, plans: Iterable[LayerPlan], limits: Path | None =
     return 2 * (1 - min(COSINE[scheme] for scheme in schemes))
 
 
-def _phases(stage: _Stage) -> list[Phase]:
+def _phases(stage: Stage) -> list[Phase]:
     if stage.model.decoder is None:
         return [Phase("call", 1)]
     return [Phase("prefill", 1, _PROMPT), Phase("decode", _ANSWER, 1)]
 
 
-def _shapes(stage: _Stage) -> dict[str, tuple[int, ...]]:
+def _shapes(stage: Stage) -> dict[str, tuple[int, ...]]:
     """Of every layer's activation in one call, for models whose layers are not all fed by rows."""
     if stage.model.decoder is not None:
         return {}
@@ -362,7 +263,7 @@ def _shapes(stage: _Stage) -> dict[str, tuple[int, ...]]:
     return {layer.name: found[layer.activation] for layer in stage.layers}
 
 
-def _judge(stage: _Stage, count: int = _JUDGED) -> Judge:
+def _judge(stage: Stage, count: int = _JUDGED) -> Judge:
     """On a few samples of every stratum."""
     data, model = stage.data(), stage.model
     chosen = [
@@ -381,7 +282,7 @@ def _judge(stage: _Stage, count: int = _JUDGED) -> Judge:
     return DecoderJudge(model.model.path, model.decoder, model.plugins, texts, stage.threads)
 
 
-def _context(stage: _Stage, table: CalibrationTable | None) -> str:
+def _context(stage: Stage, table: CalibrationTable | None) -> str:
     facts = (
         stage.data().sha256,
         "" if table is None else hashlib.sha256(table.to_json().encode()).hexdigest(),
@@ -391,7 +292,7 @@ def _context(stage: _Stage, table: CalibrationTable | None) -> str:
     return " ".join(facts)
 
 
-def _origin(stage: _Stage, table: CalibrationTable | None) -> dict[str, str]:
+def _origin(stage: Stage, table: CalibrationTable | None) -> dict[str, str]:
     found = {"quant": stage.config.quant, "search": stage.config.search}
     if table is not None:
         found["calibration"] = hashlib.sha256(table.to_json().encode()).hexdigest()

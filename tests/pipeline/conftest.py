@@ -1,7 +1,7 @@
 """Tiny models that the pipeline's tests share: a Llama with a tokenizer of its own, as a folder and as a bundle."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,8 @@ import pytest
 from rich.console import Console
 
 from pipeline.progress import Progress
+from plugins import cuda_build
+from plugins.build import cpu_library
 
 VOCABULARY = 512
 
@@ -24,7 +26,10 @@ MakeLlama = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def make_llama(tmp_path_factory: pytest.TempPathFactory) -> MakeLlama:
-    """Writes a Hugging Face folder with a random Llama; `noise` perturbs one weight matrix of the same model."""
+    """Writes a Hugging Face folder with a random Llama; `noise` perturbs one weight matrix of the same model.
+
+    `sizes` are of its configuration.
+    """
     torch = pytest.importorskip("torch")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -34,17 +39,19 @@ def make_llama(tmp_path_factory: pytest.TempPathFactory) -> MakeLlama:
     torch.set_num_threads(1)  # these models are too small to share out
 
     def make(
-        noise: float = 0.0, vocabulary: int = VOCABULARY, positions: int = 512, reverse_text: bool = False
+        noise: float = 0.0,
+        vocabulary: int = VOCABULARY,
+        positions: int = 512,
+        reverse_text: bool = False,
+        **sizes: int,
     ) -> Path:
         folder = tmp_path_factory.mktemp("llama")
         torch.manual_seed(0)
+        shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
         config = LlamaConfig(
             vocab_size=vocabulary,
-            hidden_size=64,
-            intermediate_size=128,
             num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            **{**shape, **sizes},
             max_position_embeddings=positions,
             tie_word_embeddings=True,
             initializer_range=0.2,  # far apart logits, so that greedy choices are no ties
@@ -97,3 +104,23 @@ def world(tmp_path: Path) -> Callable[..., Any]:
     from tests.pipeline.nightly_material import SKU, World
 
     return lambda *models, skus=(SKU,), settings="": World(tmp_path / "world", models, skus, settings)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The CPU's library, while the CUDA library is a text that names its architectures.
+
+    Compiling that takes minutes, and tests/plugins has its own tests of it: here the compiler is not called.
+    """
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    patch.setattr(cuda_build, "find_nvcc", lambda: ["true"])
+    patch.setattr(cuda_build, "_compile", lambda nvcc, architectures, library: library.write_text(str(architectures)))
+    library = cpu_library  # compiled where the real cache is
+    patch.delenv("XDG_CACHE_HOME")
+    real = library()
+    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    for module in ("pipeline.gpu_build", "pipeline.build", "pipeline.optimize"):
+        patch.setattr(f"{module}.cpu_library", lambda: real)
+    yield real
+    patch.undo()

@@ -23,7 +23,6 @@ from pipeline.expected import expected_from_file
 from pipeline.optimize import OptimizeConfig, optimize
 from pipeline.progress import Progress
 from plugins import cuda_build
-from plugins.build import cpu_library
 from plugins.errors import KilnError
 
 HEADS = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
@@ -40,23 +39,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"vocab_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "max_position_embeddings": 256}
     LlamaForCausalLM(LlamaConfig(**HEADS, **sizes, initializer_range=0.1)).save_pretrained(path)
     return path
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory):
-    """Compiling takes minutes, and tests/plugins has its own tests of it: here the compiler is not called."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    patch.setattr(cuda_build, "find_nvcc", lambda: ["true"])
-    patch.setattr(cuda_build, "_compile", lambda nvcc, architectures, library: library.write_text(str(architectures)))
-    library = cpu_library  # compiled where the real cache is
-    patch.delenv("XDG_CACHE_HOME")
-    real = library()
-    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    for module in ("pipeline.gpu_build", "pipeline.build", "pipeline.optimize"):
-        patch.setattr(f"{module}.cpu_library", lambda: real)
-    yield real
-    patch.undo()
 
 
 def built_for(folder: Path, out: Path, *skus: str, **options):
