@@ -21,14 +21,23 @@ from passes.onnx_model import DECODER_METADATA, DecoderSpec, load_structure
 from pipeline.check import check_against_parent
 from pipeline.compare.onnx_subject import bound_graph
 from plugins.build import cpu_library
+from plugins.dense import schema as dense
 from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import OP_TYPE
+from plugins.quant_matmul import cuda_schema as low_bit
+from plugins.quant_matmul.cuda_schema import QUANT_LINEAR, QUANT_LINEAR_SWIGLU
 
 if TYPE_CHECKING:
     import onnx
 
 _BLOCK_AXIS = 1  # of [blocks, block_size, kv_heads, head_dim]
+LOW_BIT = frozenset({QUANT_LINEAR.op_type, QUANT_LINEAR_SWIGLU.op_type})
+_MOST_ROWS = {
+    **dict.fromkeys((LINEAR.op_type, LINEAR_SWIGLU.op_type), dense.KERNEL_ROWS),
+    **dict.fromkeys(LOW_BIT, low_bit.KERNEL_ROWS),
+}
+"""Kinds of products with `kernel_rows`, and the most of each."""
 
 
 def derive_bundle(
@@ -133,13 +142,17 @@ def _with_block_size(parent: EngineBundle, folder: Path, block_size: int) -> Man
     )
 
 
-def has_products(engine: Path) -> bool:
-    """Whether a graph has products whose kernel can be chosen."""
-    return any(_is_product(node) for node in load_structure(engine).graph.node)
+def products_in(engine: Path) -> dict[str, int]:
+    """Kinds of a graph's products whose kernel can be chosen, with the most `kernel_rows` that each takes."""
+    nodes = load_structure(engine).graph.node
+    return {node.op_type: _MOST_ROWS[node.op_type] for node in nodes if _is_product(node)}
 
 
 def write_graph_with_kernel_rows(source: Path, target: Path, rows: int) -> None:
-    """Copy a serving graph, without its external weights, with another `kernel_rows` for its products."""
+    """Copy a serving graph, without its external weights, with another `kernel_rows` for its products.
+
+    Those that take fewer get their most.
+    """
     import onnx
 
     proto = load_structure(source)
@@ -147,13 +160,13 @@ def write_graph_with_kernel_rows(source: Path, target: Path, rows: int) -> None:
         if _is_product(node):
             kept = [attribute for attribute in node.attribute if attribute.name != "kernel_rows"]
             del node.attribute[:]
-            node.attribute.extend([*kept, onnx.helper.make_attribute("kernel_rows", rows)])
+            chosen = min(rows, _MOST_ROWS[node.op_type])
+            node.attribute.extend([*kept, onnx.helper.make_attribute("kernel_rows", chosen)])
     target.write_bytes(proto.SerializeToString(deterministic=True))
 
 
-def _is_product(node: object) -> bool:
-    domain, kind = node.domain, node.op_type  # type: ignore[attr-defined]
-    return domain == LINEAR.domain and kind in (LINEAR.op_type, LINEAR_SWIGLU.op_type)
+def _is_product(node: "onnx.NodeProto") -> bool:
+    return node.domain == LINEAR.domain and node.op_type in _MOST_ROWS
 
 
 def write_graph_with_block_size(source: Path, target: Path, decoder: DecoderSpec) -> None:

@@ -1,10 +1,13 @@
 """What only the device can tell of an engine that was built elsewhere: whether it is right, and which steps pay.
 
-1. Logits of the engine's own kernels are compared with those in FP32 that the bundle holds (`pipeline.expected`).
+1. Logits of the engine's own kernels are compared with those that the bundle holds (`pipeline.expected`): the model's
+   in FP32, or where it is quantised the graph's own.
 2. Captured decode steps are timed for each batch size; one that is not faster than the next larger is not kept: a batch
    is then padded up further, for nothing.
-3. Up to how many rows products take Kiln's own kernels (`kernel_rows` of plugins/dense/schema.py), others cuBLAS: so
-   many as they are faster for, from one on.
+3. Up to how many rows products take Kiln's own kernels, others cuBLAS or, of quantised weights, W8A8 (`kernel_rows` of
+   plugins/dense/schema.py and plugins/quant_matmul/cuda_schema.py): so many as they are faster for, from one on.
+   Quantised layers may have been built with a number each, from what was measured of such layers; these stay where all
+   with one number are not faster.
 """
 
 import statistics
@@ -29,7 +32,7 @@ from pipeline.check import verdict
 from pipeline.expected import expected_from_file
 from pipeline.gpu_build import runnable
 from pipeline.progress import Progress
-from pipeline.tune.derive import derive_bundle, has_products
+from pipeline.tune.derive import LOW_BIT, derive_bundle, products_in
 from pipeline.verify import errors_between, generated_inputs, run_plain
 from plugins.cuda_runtime import PROVIDER as CUDA
 from plugins.cuda_runtime import CudaRuntime
@@ -45,7 +48,7 @@ _REPETITIONS, _STEPS = 5, 12
 
 @dataclass(frozen=True)
 class DeviceFindings:
-    """Of one engine. `kernel_rows`: None where the graph has no product whose kernel can be chosen."""
+    """Of one engine. `kernel_rows`: None where they stay as they were built, or there are no such products."""
 
     verified: CheckRecord
     decode_steps: Mapping[int, float]
@@ -68,15 +71,20 @@ def measured_on_device(bundle: EngineBundle, most: int, folder: Path, progress: 
     progress.note(f"{verified.name}: {verified.sentence()}")
     if bundle.manifest.decoder is None:
         return DeviceFindings(verified, {})
-    seconds, kernel_rows = step_seconds(bundle, most), None
-    if has_products(bundle.engine_path):
-        variant = derive_bundle(bundle, folder / "kernels" / "bundle", kernel_rows=KERNEL_ROWS)
-        own = step_seconds(variant, most)
-        kernel_rows = kernel_rows_from(seconds, own)
-        seconds = {size: own[size] if size <= kernel_rows else seconds[size] for size in seconds}
-        if kernel_rows:
-            verified = verify_on_device(variant)
-    found = DeviceFindings(verified, ladder_from(seconds), kernel_rows)
+    products = products_in(bundle.engine_path)
+    if not products:
+        found = DeviceFindings(verified, ladder_from(step_seconds(bundle, most)))
+    else:
+        cap = max(products.values())
+        library, kernels = (
+            derive_bundle(bundle, folder / f"rows-{rows}" / "bundle", kernel_rows=rows) for rows in (0, cap)
+        )
+        times = [step_seconds(variant, most) for variant in (library, kernels)]
+        built = step_seconds(bundle, most) if products.keys() & LOW_BIT else None
+        kernel_rows, seconds = chosen_rows(times[0], times[1], built, cap)
+        if kernel_rows is not None:
+            verified = verify_on_device(kernels if kernel_rows else library)
+        found = DeviceFindings(verified, ladder_from(seconds), kernel_rows)
     progress.note(found.sentence)
     return found
 
@@ -105,7 +113,10 @@ def verify_on_device(bundle: EngineBundle) -> CheckRecord:
         error = expected.worst_error(backend, manifest.decoder)
     finally:
         backend.close()
-    return verdict(f"logits on {name} against FP32", error, manifest.decoder.kv.dtype, precision=manifest.precision)
+    against = "FP32" if manifest.quantization is None else "its graph on a CPU"
+    return verdict(
+        f"logits on {name} against {against}", error, manifest.decoder.kv.dtype, precision=manifest.precision
+    )
 
 
 def _plain_error(bundle: EngineBundle) -> float:
@@ -140,11 +151,30 @@ def ladder_from(seconds: Mapping[int, float]) -> dict[int, float]:
     return {size: seconds[size] for size in reversed(kept)}
 
 
-def kernel_rows_from(cublas: Mapping[int, float], own: Mapping[int, float]) -> int:
-    """The largest batch, of KERNEL_ROWS at most, up to which Kiln's own products are faster at every size measured."""
+def chosen_rows(
+    library: Mapping[int, float], kernels: Mapping[int, float], built: Mapping[int, float] | None, cap: int
+) -> tuple[int | None, dict[int, float]]:
+    """`kernel_rows`, None for as built, and the seconds of a step that follow, by batch size.
+
+    `library`: those with 0 rows everywhere; `kernels`: with as many as there can be, `cap` at most; `built`: as the
+    bundle is, where that may be another choice.
+    """
+    rows = kernel_rows_from(library, kernels, cap)
+    uniform = {size: kernels[size] if size <= rows else library[size] for size in library}
+    if built is None or _mean(uniform) < (1 - _GAIN / 2) * _mean(built):
+        return rows, uniform
+    return None, dict(built)
+
+
+def _mean(seconds: Mapping[int, float]) -> float:
+    return statistics.geometric_mean(seconds.values())
+
+
+def kernel_rows_from(library: Mapping[int, float], own: Mapping[int, float], cap: int = KERNEL_ROWS) -> int:
+    """The largest batch, of `cap` at most, up to which Kiln's own products are faster at every size measured."""
     found = 0
-    for size in sorted(cublas):
-        if size > KERNEL_ROWS or own[size] >= (1 - _GAIN / 2) * cublas[size]:
+    for size in sorted(library):
+        if size > cap or own[size] >= (1 - _GAIN / 2) * library[size]:
             break
         found = size
     return found

@@ -15,8 +15,8 @@ from passes.onnx_model import load_structure, onnx_model_from_path
 from pipeline.expected import EXPECTED, expected_from_graph
 from pipeline.progress import Progress
 from pipeline.tune import TuneConfig, tune
-from pipeline.tune.derive import write_graph_with_kernel_rows
-from pipeline.tune.device import kernel_rows_from, ladder_from
+from pipeline.tune.derive import products_in, write_graph_with_kernel_rows
+from pipeline.tune.device import chosen_rows, kernel_rows_from, ladder_from
 from plugins.cuda_runtime import PROVIDER
 from plugins.errors import KilnError
 from tests.engines.host_runtime import HostRuntime
@@ -133,6 +133,31 @@ def test_products_take_kilns_kernels_as_far_as_they_are_faster() -> None:
     assert kernel_rows_from(cublas, {1: 3.8, 8: 4.0, 32: 5.1, 64: 5.0}) == 8
     assert kernel_rows_from(cublas, {1: 3.8, 8: 4.0, 32: 4.5, 64: 5.0}) == 32
     assert kernel_rows_from(cublas, {1: 4.1, 8: 4.0, 32: 4.5, 64: 5.0}) == 0
+    assert kernel_rows_from(cublas, {1: 3.8, 8: 4.0, 32: 4.5, 64: 5.0}, 64) == 64
+
+
+def test_a_number_for_each_layer_stays_where_one_for_all_is_not_faster() -> None:
+    """16-bit products have one number however they were built, so that it is chosen anew."""
+    w8a8, kernels = {1: 3.3, 32: 4.4, 64: 5.1}, {1: 3.0, 32: 4.5, 64: 5.6}
+    uniform = {1: 3.0, 32: 4.4, 64: 5.1}
+    assert chosen_rows(w8a8, kernels, None, 64) == (1, uniform)
+    assert chosen_rows(w8a8, kernels, {1: 3.1, 32: 4.6, 64: 5.3}, 64) == (1, uniform)
+    built = {1: 3.0, 32: 4.3, 64: 5.1}
+    assert chosen_rows(w8a8, kernels, built, 64) == (None, built)
+
+
+@given(
+    st.dictionaries(st.sampled_from([1, 8, 32, 64, 128]), st.tuples(*[st.floats(1e-3, 1e-2)] * 3), min_size=1),
+    st.sampled_from([32, 64]),
+)
+def test_what_is_chosen_was_measured_and_is_no_slower(times: dict[int, tuple[float, float, float]], cap: int) -> None:
+    library, kernels, built = ({size: all_[n] for size, all_ in times.items()} for n in range(3))
+    rows, seconds = chosen_rows(library, kernels, built, cap)
+    assert rows is None or rows <= cap
+    for size, taken in seconds.items():
+        assert taken == (built if rows is None else kernels if size <= rows else library)[size]
+    means = [np.exp(np.mean(np.log(list(one.values())))) for one in (seconds, built)]
+    assert means[0] <= means[1] * (1 + 1e-9)
 
 
 def test_kernel_rows_are_written_into_products_alone(tmp_path: Path) -> None:
@@ -141,10 +166,15 @@ def test_kernel_rows_are_written_into_products_alone(tmp_path: Path) -> None:
         helper.make_node("Linear", ["x", "w"], ["y"], domain="kiln", kernel_rows=0),
         helper.make_node("LinearSwiGlu", ["y", "w"], ["z"], domain="kiln", kernel_rows=0),
         helper.make_node("Linear", ["z", "w"], ["o"], domain="other", kernel_rows=0),
+        helper.make_node("QuantLinear", ["o", "w", "w"], ["p"], domain="kiln", kernel_rows=0),
     ]
     value = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT16, None) for name in ("x", "w", "o")]
     model = helper.make_model(helper.make_graph(nodes, "products", value[:2], value[2:]))
     onnx.save(model, tmp_path / "a.onnx")
     write_graph_with_kernel_rows(tmp_path / "a.onnx", tmp_path / "b.onnx", 8)
     rows = [helper.get_attribute_value(node.attribute[0]) for node in load_structure(tmp_path / "b.onnx").graph.node]
-    np.testing.assert_array_equal(rows, [8, 8, 0])
+    np.testing.assert_array_equal(rows, [8, 8, 0, 8])
+    assert products_in(tmp_path / "b.onnx") == {"Linear": 32, "LinearSwiGlu": 32, "QuantLinear": 64}
+    write_graph_with_kernel_rows(tmp_path / "a.onnx", tmp_path / "c.onnx", 64)
+    rows = [helper.get_attribute_value(node.attribute[0]) for node in load_structure(tmp_path / "c.onnx").graph.node]
+    np.testing.assert_array_equal(rows, [32, 32, 0, 64])
