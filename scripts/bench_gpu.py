@@ -1,10 +1,15 @@
 """The GPU engine, measured: kernels, steps, first tokens and a trace, each against what this device could do at best.
 
     python scripts/bench_gpu.py [--bundle BUNDLE] [--precision bf16] [--sku h200]
+    python scripts/bench_gpu.py --quant int8 --beside sixteen.json
 
 Builds a bundle of the shape of Llama 3 8B on random weights with Kiln's own build, unless BUNDLE is there already, and
 uses it through `Engine` as a service would. Takes about three minutes on an H200. Prints one table and one JSON line,
 and exits with 1 when a target is missed. Needs torch with CUDA beside ONNX Runtime's CUDA build.
+
+--quant gives all of the model's products weights of 8 or 4 bits, with the kernels that were measured to be the fastest
+for their shapes; --beside FILE, whose last line is the JSON of a run in 16 bits on this machine, adds how the decode
+steps compare.
 """
 
 import argparse
@@ -14,6 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -22,6 +28,7 @@ from gpu_bench.figures import GOALS, Figure, table
 from gpu_bench.kernels import kernel_table, kernels_of
 from gpu_bench.limits import DeviceLimits, attention_figures, measure_device
 from gpu_bench.llama8b import Shape, random_bundle
+from gpu_bench.quantise import QUANTS
 from gpu_bench.serving import (
     MIXED,
     SCHEDULING,
@@ -83,7 +90,7 @@ def bundle_for(arguments: argparse.Namespace, folder: Path, progress: Progress) 
     if path.exists():
         return open_bundle(path)
     config = BuildConfig(out=path, precision=arguments.precision, verify_passes=False)
-    return random_bundle(Shape(), arguments.sku, config, progress)
+    return random_bundle(Shape(), arguments.sku, config, progress, QUANTS.get(arguments.quant))
 
 
 def measure(bundle: EngineBundle, seed: int, kernels: bool, progress: Progress) -> Iterator[Figure]:
@@ -105,6 +112,26 @@ def measure(bundle: EngineBundle, seed: int, kernels: bool, progress: Progress) 
         yield from engine_figures(engine, work, limits, Sizes(), MIXED, seed)
         if kernels:
             print_kernels(engine.backend, Sizes())
+
+
+def beside(figures: list[Figure], other: dict[str, Any]) -> list[Figure]:
+    """Decode steps over those of another run's document, in shares of its time."""
+    return [
+        Figure(f"{figure.name}, over 16 bits", figure.value / other[figure.name]["value"], "x")
+        for figure in figures
+        if figure.name.startswith("decode step") and figure.name in other
+    ]
+
+
+def document_of(path: Path) -> dict[str, Any]:
+    """The last line of a file that a run was written to."""
+    try:
+        found = json.loads(path.read_text().splitlines()[-1])
+        if found["quant"] is None:
+            return dict(found)
+    except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path} does not end with this script's JSON line ({error}); give a run's output") from error
+    raise SystemExit(f"{path} is of a run with --quant {found['quant']}; expected one in 16 bits")
 
 
 def print_kernels(backend: DecoderBackend, sizes: Sizes) -> None:
@@ -129,9 +156,12 @@ def main() -> int:
     parser.add_argument("--bundle", type=Path, help="built there if nothing is; by default built and thrown away")
     parser.add_argument("--precision", default="bf16", help="of the bundle that is built")
     parser.add_argument("--sku", default="h200", help="that it is built for")
+    parser.add_argument("--quant", choices=sorted(QUANTS), help="weights of the bundle that is built; else 16 bits")
+    parser.add_argument("--beside", type=Path, help="output of a run in 16 bits to compare decode steps with")
     parser.add_argument("--kernels", action="store_true", help="also print what the time of steps goes to")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    sixteen = {} if arguments.beside is None else document_of(arguments.beside)
     progress = Progress()
     with tempfile.TemporaryDirectory(prefix="kiln-bench-") as folder:
         bundle = bundle_for(arguments, Path(folder), progress)
@@ -139,11 +169,13 @@ def main() -> int:
         for figure in measure(bundle, arguments.seed, arguments.kernels, progress):
             progress.note(figure.sentence())
             figures.append(figure)
+    figures += beside(figures, sixteen)
     print(table(figures))
     measured = {figure.name: figure.to_json() for figure in figures}
     missed = [*(figure.name for figure in figures if figure.missed), *(name for name in GOALS if name not in measured)]
     print(f"missed: {', '.join(missed)}" if missed else "all targets are met")
-    print(json.dumps({"sku": arguments.sku, "precision": bundle.manifest.precision, "missed": missed, **measured}))
+    about = {"sku": arguments.sku, "precision": bundle.manifest.precision, "quant": arguments.quant}
+    print(json.dumps({**about, "missed": missed, **measured}))
     return 1 if missed else 0
 
 

@@ -1,15 +1,17 @@
 """The GPU benchmark's parts that need no GPU: repeated layers, trace, floors and verdicts, and measuring an engine."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import onnx
 import pytest
-from bench_gpu import Sizes, engine_figures
+from bench_gpu import Sizes, beside, document_of, engine_figures
 from gpu_bench.deepen import deepen
 from gpu_bench.figures import Figure, table
 from gpu_bench.limits import DeviceLimits
 from gpu_bench.llama8b import Shape, random_bundle, save_model
+from gpu_bench.quantise import QUANTS, quantise
 from gpu_bench.serving import MIXED, first_token_floor, step_floor, trace_floor, trace_totals
 from gpu_bench.widen import random_values, widen
 
@@ -24,6 +26,9 @@ from pipeline.packed import packed_logits
 from pipeline.progress import Progress
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import KvLayer, KvSpec
+from plugins.quant_matmul.cuda_choice import Choices, Measured
+from plugins.quant_matmul.cuda_packing import restored, unpack
+from plugins.quant_matmul.cuda_schema import FORMATS
 
 torch = pytest.importorskip("torch")
 
@@ -210,3 +215,54 @@ def test_products_of_a_graph_for_a_gpu_are_counted(tmp_path):
     assert found.body_parameters == 24 * 16 + 48 * 24
     assert found.head_parameters == 40 * 24
     assert found.weight_bytes == 2 * 24 * 16 + 48 * 12 + 40 * 24 + 4 * (48 + 40)
+
+
+@pytest.mark.parametrize("quant", sorted(QUANTS))
+def test_a_graphs_products_get_packed_weights(quant, tmp_path):
+    """Two layers that share their weights on disk, and a gated one, of which the first kind was measured."""
+    form, data = QUANTS[quant], onnx.TensorProto
+    dims = {"a": [256, 512], "b": [256, 512], "c": [1024, 256]}
+    weights = [data(name=name, dims=size, data_type=data.BFLOAT16) for name, size in dims.items()]
+    for tensor, offset in zip(weights, ("0", "0", "400000"), strict=True):
+        tensor.data_location = data.EXTERNAL
+        for key, value in (("location", "w.data"), ("offset", offset)):
+            tensor.external_data.add(key=key, value=value)
+    node, value = onnx.helper.make_node, onnx.helper.make_tensor_value_info
+    nodes = [
+        node("Linear", ["x", "a"], ["h"], domain="kiln", kernel_rows=32),
+        node("Linear", ["x", "b"], ["k"], domain="kiln", kernel_rows=32),
+        node("LinearSwiGlu", ["k", "c"], ["y"], domain="kiln", kernel_rows=32),
+    ]
+    given, made = value("x", data.BFLOAT16, ["tokens", 512]), value("y", data.BFLOAT16, ["tokens", 512])
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "gpu", [given], [made], weights))
+    measured = Measured("o", 256, 512, False, 16, {"cublas": 2.0, form: 1.0})
+    assert quantise(model, form, Choices("a device", (measured,)), tmp_path) == 3
+    assert [node.op_type for node in model.graph.node] == ["QuantLinear", "QuantLinear", "QuantLinearSwiGlu"]
+    assert set(dims).isdisjoint(tensor.name for tensor in model.graph.initializer)
+    attributes = [{attribute.name: attribute.i for attribute in node.attribute} for node in model.graph.node]
+    assert {one["format"] for one in attributes} == {FORMATS.index(form)}
+    assert [one["kernel_rows"] for one in attributes] == [16, 16, 32]
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    assert stored["a/packed"].external_data == stored["b/packed"].external_data
+    assert list(stored["c/packed"].dims) == [1024, 256 if form != "int4" else 128]
+    packed, scales = (onnx.numpy_helper.to_array(stored[f"c/{name}"], str(tmp_path)) for name in ("packed", "scale"))
+    values = restored(unpack(packed, form), scales, 128 if form == "int4" else 0)
+    assert np.isfinite(values).all()
+    assert values.std() == pytest.approx(0.02, rel=0.05)
+
+
+def test_low_bit_steps_are_held_against_those_of_another_run(tmp_path):
+    sixteen = {"quant": None, "decode step, batch 1": Figure("decode step, batch 1", 4.0, "ms").to_json()}
+    (tmp_path / "16.txt").write_text(f"table\n{json.dumps(sixteen)}\n")
+    steps = [
+        Figure("decode step, batch 1", 2.5, "ms"),
+        Figure("decode step, batch 8", 3.0, "ms"),
+        Figure("copy", 4, "TB/s"),
+    ]
+    (over,) = beside(steps, document_of(tmp_path / "16.txt"))
+    assert (over.name, over.value, over.missed) == ("decode step, batch 1, over 16 bits", 0.625, False)
+    assert replace(over, value=0.66).missed
+    for text, says in (("", "does not end with"), ('{"quant": "int8"}', "is of a run with --quant int8")):
+        (tmp_path / "16.txt").write_text(text)
+        with pytest.raises(SystemExit, match=says):
+            document_of(tmp_path / "16.txt")

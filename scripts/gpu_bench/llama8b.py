@@ -14,12 +14,15 @@ import numpy as np
 from engines.bundle import EngineBundle, file_records, write_bundle
 from engines.manifest import Manifest, TensorRecord
 from gpu_bench.deepen import FEWEST, deepen
+from gpu_bench.quantise import quantise
 from gpu_bench.widen import random_values, widen
 from passes.manager import link_or_copy
 from passes.onnx_model import load_structure, onnx_model_from_path
 from pipeline.build import build
 from pipeline.config import BuildConfig
 from pipeline.progress import Progress
+from plugins.quant_matmul.cuda_choice import recorded
+from plugins.quant_matmul.cuda_schema import WeightFormat
 
 BUILT_VOCABULARY = 1280
 """Tokens of the model that is built; no other size of it."""
@@ -38,8 +41,10 @@ class Shape:
     context: int = 8192
 
 
-def random_bundle(shape: Shape, sku: str, config: BuildConfig, progress: Progress) -> EngineBundle:
-    """Build it for a machine type into `config.out`. Raises KilnError as the build does."""
+def random_bundle(
+    shape: Shape, sku: str, config: BuildConfig, progress: Progress, form: WeightFormat | None = None
+) -> EngineBundle:
+    """Build it for a machine type into `config.out`, with weights of `form` for a GPU. Raises KilnError as it does."""
     assert config.out is not None
     with tempfile.TemporaryDirectory(prefix="kiln-bench-", dir=config.out.parent) as folder:
         model, shallow = Path(folder) / "model", Path(folder) / "bundle"
@@ -47,7 +52,7 @@ def random_bundle(shape: Shape, sku: str, config: BuildConfig, progress: Progres
             save_model(shape, model)
         built = build(str(model), [sku], replace(config, out=shallow), progress)[0].bundle
         with progress.stage(f"make {shape.layers} layers and {shape.vocabulary} tokens of it"):
-            return enlarged(built, config.out, shape)
+            return enlarged(built, config.out, shape, form)
 
 
 def save_model(shape: Shape, folder: Path) -> None:
@@ -85,8 +90,8 @@ def save_model(shape: Shape, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def enlarged(small: EngineBundle, path: Path, shape: Shape) -> EngineBundle:
-    """Another bundle of an engine, with more layers and tokens."""
+def enlarged(small: EngineBundle, path: Path, shape: Shape, form: WeightFormat | None = None) -> EngineBundle:
+    """Another bundle of an engine, with more layers and tokens, and with weights of `form` where one is given."""
 
     def fill(folder: Path) -> Manifest:
         import onnx
@@ -99,6 +104,8 @@ def enlarged(small: EngineBundle, path: Path, shape: Shape) -> EngineBundle:
         graph = load_structure(small.engine_path)
         assert old.decoder is not None
         decoder = widen(graph, deepen(graph, old.decoder, shape.layers), shape.vocabulary, folder)
+        if form is not None:
+            quantise(graph, form, recorded(old.sku.name), folder)
         onnx.save(graph, folder / old.engine)
         made = onnx_model_from_path(folder / old.engine)
         changes = {

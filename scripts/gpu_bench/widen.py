@@ -48,7 +48,9 @@ def widen(model: "onnx.ModelProto", decoder: DecoderSpec, vocabulary: int, folde
                 dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
                 for part in random_values(math.prod(dims), dtype, generator):
                     file.write(part.tobytes())
-                tensor.CopyFrom(_external(tensor, dims, start, file.tell() - start))
+                made = external(tensor.data_type, dims, DATA, start, file.tell() - start)
+                made.name = tensor.name
+                tensor.CopyFrom(made)
     for value in (*graph.output, *graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_value == old:
@@ -73,11 +75,12 @@ def random_values(count: int, dtype: DTypeLike, generator: np.random.Generator) 
         yield piece[: count - start]
 
 
-def _external(tensor: "onnx.TensorProto", dims: list[int], offset: int, length: int) -> "onnx.TensorProto":
+def external(kind: int, dims: list[int], location: str, offset: int, length: int) -> "onnx.TensorProto":
+    """A tensor without a name whose bytes lie in a file beside the graph."""
     import onnx
 
-    made = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=dims)
+    made = onnx.TensorProto(data_type=kind, dims=dims)
     made.data_location = onnx.TensorProto.EXTERNAL
-    for key, value in (("location", DATA), ("offset", offset), ("length", length)):
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
         made.external_data.add(key=key, value=str(value))
     return made
