@@ -6,27 +6,24 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from pipeline.ablate import AblateConfig, ablate
 from pipeline.ablate.report import html_from_ablation, json_from_ablation, table_from_ablation
 from pipeline.ledger.entry import Entry
 from pipeline.ledger.recording import ledger_options, record
 from pipeline.page import write_page
+from pipeline.printing import print_result
 from pipeline.progress import Progress
 from pipeline.quantize.config import QUANTS, QuantizeConfig
 
 _DEFAULTS = AblateConfig()
-_WIDTH = 140
 _QUANTS = [name for name in QUANTS if name != "none"]
 
 
 @click.command("ablate")
 @click.argument("model")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder that keeps the bundles.  [default: none is kept]")
-@click.option(
-    "--quant", type=click.Choice([name for name in QUANTS if name != "none"]), default="int8", show_default=True
-)
+@click.option("--quant", type=click.Choice(_QUANTS), default="int8", show_default=True)
 @click.option("--requests", type=int, default=_DEFAULTS.requests, show_default=True, help="Requests, or samples.")
 @click.option("--prompt", type=int, default=_DEFAULTS.prompt, show_default=True, help="Tokens of each prompt.")
 @click.option("--output", type=int, default=_DEFAULTS.output, show_default=True, help="Tokens that each gives.")
@@ -78,9 +75,6 @@ def ablate_command(
     if as_json:
         click.echo(json_from_ablation(found))
     else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = _WIDTH
-        console.print(table_from_ablation(found))
+        print_result(table_from_ablation(found))
     if html_path is not None:
         write_page(html_from_ablation(found), html_path)

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from engines.bundle import open_bundle
 from pipeline.bench import BenchConfig, bench, table_from_report
 from pipeline.ledger.recording import ledger_options, record
 from pipeline.ledger.records import entry_from_bench
+from pipeline.printing import print_result
 from pipeline.progress import Progress
 
 _DEFAULTS = BenchConfig()
@@ -32,6 +32,6 @@ def bench_command(
     if as_json:
         click.echo(report.to_json())
     else:
-        Console().print(table_from_report(report))
+        print_result(table_from_report(report))
     if not no_ledger:
         record(ledger, lambda: entry_from_bench(report, open_bundle(bundle).manifest), progress)

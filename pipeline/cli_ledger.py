@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import get_args
 
 import click
-from rich.console import Console, RenderableType
 
 from engines.bundle import MANIFEST, open_bundle
 from pipeline.ledger.entry import Entry, Kind
@@ -19,17 +18,17 @@ from pipeline.ledger.views import (
     flags,
     judged,
     page_of_metric,
+    regressions,
     require_comparable,
     table_of_difference,
     table_of_entries,
     table_of_entry,
 )
 from pipeline.page import write_page
+from pipeline.printing import print_result
 from plugins.errors import KilnError
 
 _FILE = click.Path(path_type=Path)
-_WIDTH = 160
-"""Columns where the terminal does not say."""
 _ledger_option = click.option(
     "--ledger",
     type=_FILE,
@@ -62,7 +61,7 @@ def list_command(ledger: Path, kind: Kind | None, model: str | None, limit: int,
             documents = [{**entry_document(entry), "worse": flags(opened, entry)} for entry in entries]
             click.echo(json.dumps([{k: v for k, v in one.items() if k != "document"} for one in documents]))
         else:
-            _print(table_of_entries(opened, entries))
+            print_result(table_of_entries(opened, entries))
 
 
 @ledger_group.command("show")
@@ -76,7 +75,7 @@ def show_command(entry: str, ledger: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(entry_document(found)))
     else:
-        _print(table_of_entry(found))
+        print_result(table_of_entry(found))
 
 
 @ledger_group.command("diff")
@@ -94,8 +93,8 @@ def diff_command(a: str, b: str, kind: Kind | None, ledger: Path, as_json: bool)
     if as_json:
         click.echo(json.dumps(difference_document(first, second, figures)))
     else:
-        _print(table_of_difference(first, second, figures))
-    if any(judgement.regressed for _, judgement in figures.values()):
+        print_result(table_of_difference(first, second, figures))
+    if regressions(figures):
         raise click.exceptions.Exit(1)
 
 
@@ -108,7 +107,7 @@ def plot_command(metric: str, model: str | None, html_path: Path | None, ledger:
     """Show METRIC, a figure such as decode_batch_1, over time."""
     with Ledger(ledger, create=False) as opened:
         entries = entries_with(opened, metric, model)
-        _print(bars_of_metric(entries, metric))
+        print_result(bars_of_metric(entries, metric))
         if html_path is not None:
             write_page(page_of_metric(entries, metric, opened), html_path)
 
@@ -128,7 +127,7 @@ def explain_command(bundle: Path, ledger: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(document_from_explanation(explanation)))
     else:
-        _print(tables_from_explanation(explanation))
+        print_result(tables_from_explanation(explanation))
 
 
 def _entry(ledger: Ledger, text: str, kind: Kind | None = None) -> Entry:
@@ -145,10 +144,3 @@ def _entry(ledger: Ledger, text: str, kind: Kind | None = None) -> Entry:
         f"the ledger {ledger.path} has no {kind or 'entry'} of '{text}'; give a number, a bundle's folder or the "
         "beginning of its identity, as kiln ledger list shows them"
     )
-
-
-def _print(shown: RenderableType) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
-    console.print(shown)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from pipeline.ledger.nightly import entries_from_nightly
@@ -24,6 +23,7 @@ from pipeline.nightly.ray_executor import RayExecutor
 from pipeline.nightly.report import NightlyReport, junit_from_report
 from pipeline.nightly.run import Nightly
 from pipeline.page import write_page
+from pipeline.printing import print_result
 from pipeline.progress import Progress
 from pipeline.ray_cluster import connected
 from pipeline.registry.keys import signing_key_from_pem, trusted_keys_from_file
@@ -118,10 +118,7 @@ def _perform(
     if as_json:
         click.echo(report.to_json())
     else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = 200
-        console.print(_table(report))
+        print_result(_table(report))
     raise click.exceptions.Exit(report.exit_code)
 
 
@@ -162,9 +159,10 @@ def write_reports(report: NightlyReport, folder: Path) -> NightlyReport:
 
 def _table(report: NightlyReport) -> Table:
     table = Table(title=f"Nightly {report.run}", title_justify="left")
-    for heading in ("model", "SKU", "result", "version", "stable", "what was found"):
+    for heading in ("model", "SKU", "result", "version", "stable", "changed since stable", "what was found"):
         table.add_column(heading, justify="right" if heading in ("version", "stable") else "left")
     for job in report.jobs:
         numbers = ["" if number is None else str(number) for number in (job.version, job.stable)]
-        table.add_row(job.model, job.sku, job.status, *numbers, job.text)
+        changes = "\n".join(f"{name}: {change}" for name, change in job.changes.items())
+        table.add_row(job.model, job.sku, job.status, *numbers, changes, job.text)
     return table

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from pipeline.page import write_page
+from pipeline.printing import print_result
 from pipeline.profile import ProfileConfig, profile
 from pipeline.profile.html import html_from_profile
 from pipeline.profile.report import json_from_profile, tables_from_profile
@@ -15,8 +15,6 @@ from plugins.errors import KilnError
 
 _DEFAULTS = ProfileConfig()
 _FILE = click.Path(path_type=Path)
-_WIDTH = 140
-"""Columns where the terminal does not say: the tables are wide."""
 
 
 @click.command("profile")
@@ -65,10 +63,7 @@ def profile_command(
     if as_json:
         click.echo(json_from_profile(found))
     else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = _WIDTH
-        console.print(tables_from_profile(found))
+        print_result(tables_from_profile(found))
     if trace_path is not None:
         write_trace(found, trace_path)
     if html_path is not None:

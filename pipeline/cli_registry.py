@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from pipeline.forecast import size
+from pipeline.printing import print_result
 from pipeline.progress import Progress
 from pipeline.registry.collect import CollectConfig, collect
 from pipeline.registry.keys import create_key, public_path, signing_key_from_pem, trusted_keys_from_file
@@ -128,10 +128,7 @@ def list_command(model: str | None, sku: str | None, as_json: bool, **options: A
         release = item.release
         cells = (size(release.bytes), release.created, release.bundle[:12])
         table.add_row(release.model, release.sku, str(release.version), item.state, *cells)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a digest in one piece, for those who search the text
-    console.print(table if found else "no releases")
+    print_result(table if found else "no releases")
 
 
 @registry_group.command("pull")

@@ -6,6 +6,7 @@ out, one value for each repetition. `document` is the whole report, as its comma
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,7 @@ OBJECTS = ("facts", "digests", "document")
 """Fields that are JSON objects."""
 LIMIT_PREFIX = "limit/"
 """Of figures that are the machine's, not the bundle's."""
+_DIGEST = re.compile("[0-9a-f]{64}")
 _MOST_CHANGES = 4
 """Changes that a sentence names."""
 
@@ -69,10 +71,15 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """Facts that differ, as `name: old -> new`."""
     names = [*after, *(name for name in before if name not in after)]
     return [
-        f"{name}: {before.get(name, 'none')} -> {after.get(name, 'none')}"
+        f"{name}: {shortened(before.get(name, 'none'))} -> {shortened(after.get(name, 'none'))}"
         for name in names
-        if before.get(name) != after.get(name)
+        if before.get(name, "none") != after.get(name, "none")
     ]
+
+
+def shortened(text: str) -> str:
+    """A SHA-256's first characters; any other text as it is."""
+    return text[:12] if _DIGEST.fullmatch(text) else text
 
 
 def change_sentence(differences: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ passes are the bundle's own. What was not measured is left open.
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -17,7 +17,7 @@ from engines.bundle import EngineBundle
 from engines.manifest import Manifest, PassRecord
 from pipeline.ledger.entry import Entry, Kind
 from pipeline.ledger.store import Ledger
-from pipeline.ledger.views import number
+from pipeline.ledger.views import quantity
 
 _ORDER = (
     "first_token",
@@ -61,29 +61,41 @@ def explain(bundle: EngineBundle, ledger: Ledger | None) -> Explanation:
     if ledger is None:
         return Explanation((), (), bundle.manifest)
     return Explanation(
-        _chain(ledger, bundle, "build", lambda entry: _step(ledger, entry)),
-        _chain(ledger, bundle, "ablation", lambda entry: _step_of([entry], entry)),
+        _chain(ledger, bundle, "build", lambda entries: _built(ledger, entries)),
+        _chain(ledger, bundle, "ablation", lambda entries: entries),
         bundle.manifest,
     )
 
 
-def _chain(ledger: Ledger, bundle: EngineBundle, kind: Kind, step: Callable[[Entry], Step]) -> tuple[Step, ...]:
-    """The newest entry of the bundle and its ancestors, oldest first."""
+def _chain(
+    ledger: Ledger, bundle: EngineBundle, kind: Kind, measured: Callable[[Sequence[Entry]], Sequence[Entry]]
+) -> tuple[Step, ...]:
+    """The newest entry of the bundle and its ancestors, oldest first; what was done again is one step.
+
+    `measured` gives the entries that have such a step's figures.
+    """
     found = ledger.entries(kind=kind, subject=bundle.sha256, limit=1)
     entry = found[0] if found else None
     steps: list[Step] = []
     while entry is not None and len(steps) < _MOST_STEPS:
-        steps.append(step(entry))
-        entry = None if entry.parent is None else ledger.entry(entry.parent)
+        same = [entry]
+        while (entry := _parent(ledger, same[-1])) is not None and entry.facts == same[0].facts:
+            same.append(entry)
+        steps.append(_step(measured(same), replace(same[0], change=same[-1].change)))
     return tuple(reversed(steps))
 
 
-def _step(ledger: Ledger, entry: Entry) -> Step:
-    """A build with the benchmarks and comparisons of its bundle."""
-    return _step_of([one for one in ledger.entries(subject=entry.subject) if one.kind != "ablation"], entry)
+def _parent(ledger: Ledger, entry: Entry) -> Entry | None:
+    return None if entry.parent is None else ledger.entry(entry.parent)
 
 
-def _step_of(entries: Sequence[Entry], entry: Entry) -> Step:
+def _built(ledger: Ledger, builds: Sequence[Entry]) -> list[Entry]:
+    """Builds with the benchmarks and comparisons of their bundles."""
+    subjects = dict.fromkeys(build.subject for build in builds)
+    return [one for subject in subjects for one in ledger.entries(subject=subject) if one.kind != "ablation"]
+
+
+def _step(entries: Sequence[Entry], entry: Entry) -> Step:
     values: dict[str, list[float]] = {}
     units: dict[str, str] = {}
     for figure in (figure for one in entries for figure in one.figures):
@@ -128,7 +140,7 @@ def _figures_text(step: Step, before: Step | None, prefixes: Sequence[str]) -> s
     lines = []
     for name in step.chosen(prefixes):
         value, unit = step.figures[name], step.units[name]
-        line = f"{name} {number(value)} {unit}".strip()
+        line = f"{name} {quantity(value, unit)}"
         old = before.figures.get(name) if before is not None else None
         if old:
             line += f" ({value / old - 1:+.0%})"

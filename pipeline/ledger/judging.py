@@ -4,7 +4,7 @@ Runs are what is independent, so the sample of a run is the median of its repeti
 difference counts when the Mann-Whitney U test (H. B. Mann, D. R. Whitney, Annals of Mathematical Statistics 18, 1947;
 exact for small samples, two-sided) rejects that both come from one distribution, and the medians differ by more than
 `LEAST`. With fewer, no test can reject; then the difference is held against the spread of the repetitions, by their
-median absolute deviation, and called suspected at most.
+median absolute deviation, and called suspected at most. A larger difference that neither shows is unknown, not "same".
 """
 
 import statistics
@@ -60,19 +60,16 @@ def judge(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], h
     runs = (len(first), len(second))
     improved = (new > old) == higher_is_better
     matters = new != old if change is None else abs(change) > LEAST
-    if min(runs) >= _ENOUGH:
-        p = _mann_whitney(first, second)
-        significant = p < SIGNIFICANCE and matters
-        return Judgement(("better" if improved else "worse") if significant else "same", old, new, change, p, runs)
-    spread = _spread([*before]) + _spread([*after])
-    verdict: Verdict
-    if spread == 0 and max(map(len, (*before, *after))) == 1:
-        verdict = "unknown" if matters else "same"
-    elif matters and abs(new - old) > _SIGMAS * spread:
-        verdict = "suspected better" if improved else "suspected worse"
-    else:
+    p = _mann_whitney(first, second) if min(runs) >= _ENOUGH else None
+    verdict: Verdict = "unknown"
+    if not matters:
         verdict = "same"
-    return Judgement(verdict, old, new, change, None, runs)
+    elif p is not None:
+        if p < SIGNIFICANCE:
+            verdict = "better" if improved else "worse"
+    elif max(map(len, (*before, *after))) > 1 and abs(new - old) > _SIGMAS * (_spread(before) + _spread(after)):
+        verdict = "suspected better" if improved else "suspected worse"
+    return Judgement(verdict, old, new, change, p, runs)
 
 
 def _spread(runs: Sequence[Sequence[float]]) -> float:

@@ -26,13 +26,20 @@ def _entry(report: NightlyReport, job: JobReport) -> Entry:
         path=f"{report.registry} {job.model} {job.sku}{version}",
         facts={
             "sku": job.sku,
-            **{f"input.{name}": text for name, text in job.inputs.items()},
+            **{f"input.{name}": text for name, text in job.inputs.items() if name != "backend"},  # versions, one by one
             **{f"machine.{name}": text for name, text in report.machine.items()},
-            **{f"version.{name}": text for name, text in report.versions.items()},
+            **{f"version.{name}": text for name, text in _versions(report, job).items()},
         },
         figures=tuple(figure for case in job.cases if _worked(case) for figure in _figures(case)),
         document={"run": report.run, "registry": report.registry, "job": asdict(job)},
         digests={"bundle": job.bundle} if job.bundle else {},
+    )
+
+
+def _versions(report: NightlyReport, job: JobReport) -> dict[str, str]:
+    """Of the libraries where the job ran: "onnx 1.2, torch 2.3"; the run's own where it did not get so far."""
+    return dict(part.split(" ", 1) for part in job.inputs.get("backend", "").split(", ") if part) or dict(
+        report.versions
     )
 
 

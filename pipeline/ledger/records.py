@@ -90,7 +90,7 @@ def entry_from_comparison(report: ComparisonReport) -> Entry:
     return Entry(
         kind="comparison",
         created=report.created,
-        name=report.b.name,
+        name=report.b.name.removeprefix(f"{report.b.kind} "),  # as builds and benchmarks of it are called
         subject=report.b.sha256,
         path=report.b.path,
         facts=facts,

@@ -1,7 +1,7 @@
 """What the ledger shows: lists, one entry, two entries against each other, one figure over time."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.drawing import INK, LIMIT, SIDE_A, SIDE_B, drawn
+from pipeline.forecast import size
 from pipeline.ledger.entry import LIMIT_PREFIX, OBJECTS, TEXTS, Entry, FigureValues, changes
 from pipeline.ledger.judging import Judgement, judge
 from pipeline.ledger.store import Ledger
@@ -25,6 +26,11 @@ _BAR = 30
 def number(value: float) -> str:
     """Four digits."""
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def quantity(value: float, unit: str) -> str:
+    """A number and its unit; bytes in binary units."""
+    return size(value) if unit == "bytes" else f"{number(value)} {unit}".strip()
 
 
 def table_of_entries(ledger: Ledger, entries: Sequence[Entry]) -> RenderableType:
@@ -91,6 +97,11 @@ def flags(ledger: Ledger, entry: Entry) -> list[str]:
     ]
 
 
+def regressions(figures: Mapping[str, tuple[FigureValues, Judgement]]) -> list[str]:
+    """Names of what is worse of the bundle's own; the machine's limits are not its doing."""
+    return [name for name, (_, one) in figures.items() if one.regressed and not name.startswith(LIMIT_PREFIX)]
+
+
 def judged(ledger: Ledger, a: Entry, b: Entry) -> dict[str, tuple[FigureValues, Judgement]]:
     """Figures that both have, over all runs like each."""
     before, after = runs_like(ledger, a), runs_like(ledger, b)
@@ -123,9 +134,11 @@ def table_of_difference(a: Entry, b: Entry, figures: dict[str, tuple[FigureValue
         style = {"worse": "bold red", "better": "green"}.get(judgement.verdict, "")
         values = (number(judgement.before), number(judgement.after))
         table.add_row(name, figure.unit, *values, Text(judgement.sentence(), style))
-    flagged = [name for name, (_, judgement) in figures.items() if judgement.regressed]
+    flagged = regressions(figures)
     verdict = Text(f"REGRESSED: {', '.join(flagged)}", "bold red") if flagged else Text("No regression.", "green")
-    return Group(facts, table, verdict)
+    slower = [name for name, (_, one) in figures.items() if name.startswith(LIMIT_PREFIX) and one.regressed]
+    machine = [Text(f"The machine itself was slower ({', '.join(slower)}): measure again", "yellow")] if slower else []
+    return Group(facts, table, verdict, *machine)
 
 
 def difference_document(a: Entry, b: Entry, figures: dict[str, tuple[FigureValues, Judgement]]) -> dict[str, Any]:
@@ -134,7 +147,7 @@ def difference_document(a: Entry, b: Entry, figures: dict[str, tuple[FigureValue
         "a": a.number,
         "b": b.number,
         "changes": changes(a.facts, b.facts),
-        "regressed": [name for name, (_, judgement) in figures.items() if judgement.regressed],
+        "regressed": regressions(figures),
         "figures": {
             name: {
                 "unit": figure.unit,

@@ -18,6 +18,7 @@ from pathlib import Path
 from engines.bundle import file_sha256
 from engines.sku import Sku, host_cpu_features
 from pipeline.compare.machine import machine_description, package_versions
+from pipeline.ledger.entry import shortened
 from pipeline.nightly.config import BuildOptions
 
 ELSEWHERE = "elsewhere"
@@ -89,14 +90,9 @@ def _change(before: str, after: str) -> str:
     if len(old) > 1:
         before = ", ".join(part for part in old if part not in new) or "nothing"
         after = ", ".join(part for part in new if part not in old) or "nothing"
-    return f"{_short(before)} -> {_short(after)}"
+    return f"{shortened(before)} -> {shortened(after)}"
 
 
 def digest_of(document: object) -> str:
     """SHA-256 of what JSON holds."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def _short(text: str) -> str:
-    is_digest = len(text) == 64 and set(text) <= set("0123456789abcdef")
-    return text[:12] if is_digest else text

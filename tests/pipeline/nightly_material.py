@@ -139,7 +139,7 @@ class World:
         self.path.write_text(
             'registry = "registry"\nkey = "k.pem"\ntrust = "k.pem.pub"\nwork = "work"\nsku_file = "skus.toml"\n'
             f"skus = {list(skus)!r}\n{settings}\n"
-            "[accuracy]\ncount = 3\n[speed]\nlimit = 0.5\npairs = 9\nmost_pairs = 9\nseconds = 0.002\n"
+            "[accuracy]\ncount = 3\n[speed]\nlimit = 0.5\npairs = 9\nmost_pairs = 99\nseconds = 0.002\n"
             f"[determinism]\nrebuilds = 1\nsamples = 2\n{entries}"
         )
 

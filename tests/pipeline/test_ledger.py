@@ -140,15 +140,17 @@ def test_a_regression_takes_a_test_over_runs() -> None:
     assert judge(FAST, FAST, higher_is_better=True).verdict == "same"
     odd = [*FAST[:4], (5.0,)]
     assert judge(FAST, odd, higher_is_better=True).verdict == "same"
-    assert (
-        judge(FAST, [(value * 0.99,) for (value,) in FAST], higher_is_better=True).verdict == "same"
-    )  # 1 % is nothing
+    less = [(value * 0.99,) for (value,) in FAST]
+    assert judge(FAST, less, higher_is_better=True).verdict == "same", "1 % is nothing"
+    scattered = judge([(60.0,), (90.0,), (130.0,), (170.0,)], [(50.0,), (80.0,), (120.0,), (160.0,)], True)
+    assert scattered.verdict == "unknown", "10 % that may be chance"
 
 
 def test_few_runs_suspect_at_most() -> None:
     steady = [(100.0, 100.5, 99.8)]
     assert judge(steady, [(80.0, 80.5, 79.5)], higher_is_better=True).verdict == "suspected worse"
     assert judge(steady, [(60.0, 100.0, 140.0)], higher_is_better=True).verdict == "same"
+    assert judge(steady, [(60.0, 90.0, 140.0)], higher_is_better=True).verdict == "unknown"
     assert judge([(100.0,)], [(50.0,)], higher_is_better=True).verdict == "unknown"
     assert not judge(steady, [(80.0, 80.5, 79.5)], higher_is_better=True).regressed
 
@@ -250,6 +252,7 @@ def test_nightly_jobs_are_entries_with_their_gates_figures(tmp_path):
             (entry,) = entries_from_nightly(report)
             entry = ledger.add(entry)
     assert (entry.kind, entry.subject, entry.change) == ("nightly", "b" * 64, "input.driver: 1 -> 2")
+    assert entry.facts["version.onnx"] == "1"
     directions = {figure.name: figure.higher_is_better for figure in entry.figures if "/" in figure.name}
     assert directions == {"accuracy/agreement": True, "accuracy/error": False, "speed/ratio": False}
     assert entry.figure("build_peak").values == (1e6,)
