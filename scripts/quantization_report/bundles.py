@@ -25,7 +25,8 @@ from pipeline.progress import Progress
 from pipeline.quantize.building import rewritten, written
 from pipeline.quantize.config import QuantizeConfig
 from pipeline.quantize.judging import judge_engine
-from pipeline.quantize.stage import Quantisation, quantisation_for
+from pipeline.quantize.stage import quantisation_for
+from pipeline.quantize.state import Quantisation
 from plugins.build import cpu_library
 
 _SKU = "cpu"

@@ -12,9 +12,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from passes.bind_linear import BindLinear
 from passes.graph import graph_from_proto
+from passes.quantization.cuda_form import SimulateCuda
 from passes.quantization.layers import layers_of
 from passes.quantization.plan import LayerPlan, PrecisionPlan, plan_from_toml
+from passes.quantization.rescale import Rescaled
 from passes.quantization.support import require_supported, supported_schemes
+from passes.quantization.weights import quantised_for_cuda
 from passes.quantize_linear import QuantizeLinear
 from pipeline.cpu_form import needs_cpu_form, write_cpu_form
 from plugins.dense.reference import linear, linear_swiglu
@@ -136,6 +139,25 @@ def test_rows_that_are_no_numbers_stay_visible(tools, tmp_path) -> None:
         assert (y[0] == 0).all()
         assert not np.isfinite(y[1:3]).any()
         assert np.isfinite(y[3]).all()
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_a_plan_can_be_tried_on_the_float_graph(tools, scheme) -> None:
+    """With FP32 activations it computes what the operators will."""
+    model, layer = product("float16", 256, 48), LayerPlan(scheme, 128 if scheme == "w4a16" else 0, kernel_rows=8)
+    del model.graph.node[0], model.graph.node[-1]
+    model.graph.node[0].input[0], model.graph.node[0].output[0] = "x", "y"
+    weight = numpy_helper.to_array(model.graph.initializer[0]).astype(np.float32)
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight, "w"))
+    tried = tools.apply(model, SimulateCuda(plan_of(fc=layer), {}, Rescaled()))
+    assert not any(op.startswith("kiln::Quant") and op != "kiln::QuantizeRows" for op in tried.ops)
+    w, scales = quantised_for_cuda("fc", weight, layer)
+    values = restored(w, scales, layer.group_size)
+    for rows in (8, 9):
+        x = np.random.default_rng(rows).standard_normal((rows, 256)).astype(np.float32)
+        multiplied = x if rows == 8 or scheme == "w4a16" else quantized_rows(x, SCHEMES[scheme])
+        expected = linear(multiplied, values, None)
+        np.testing.assert_allclose(tools.run(tried.model, {"x": x})[0], expected, rtol=0, atol=1e-5)
 
 
 def test_kept_layers_stay_in_sixteen_bits(tools) -> None:
