@@ -9,6 +9,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from engines.runtime.info import EngineInfo
 from engines.server.app import create_app
 from pipeline.deploy.bundles import BundleSource
 from pipeline.deploy.options import DeployOptions
@@ -18,6 +19,7 @@ from pipeline.deploy.standing import DEPLOYMENT
 from pipeline.deploy.steward import SECONDS, steward_of
 from pipeline.ray_cluster import serve_module
 
+_INFO_SECONDS = 5.0
 _LOG = logging.getLogger("kiln.deploy")
 
 
@@ -30,10 +32,10 @@ class Ingress:
         self._options = options
         self._traffic: Traffic | None = await steward_of(options.app).exchange.remote(None, {})
         assert self._traffic is not None, "the traffic is directed before the HTTP side starts"
-        info = await _handle(self._traffic.sides[0].app).info.remote()
         tokenizer = await asyncio.to_thread(source.bring_tokenizer)
-        info = replace(info, tokenizer=None if tokenizer is None else str(tokenizer))
-        self._engine = RemoteEngine(info, _handle, options.http.retries)
+        self._tokenizer = None if tokenizer is None else str(tokenizer)
+        self._described = self._traffic.sides[0].app
+        self._engine = RemoteEngine(await self._info(self._described), _handle, options.http.retries)
         self._engine.direct(self._traffic)
         http = options.http
         self._app = create_app({http.model: self._engine}, http.config, http.keys, http.embeddings)
@@ -55,9 +57,22 @@ class Ingress:
                 if found is not None and found != self._traffic:
                     self._engine.direct(found)
                     self._traffic = found
+                await self._describe()
             except Exception as error:
                 _LOG.warning("the steward of %s cannot be asked: %s", self._options.app, error)
             await asyncio.sleep(SECONDS)
+
+    async def _describe(self) -> None:
+        """What the engine says of itself is what the version that is trusted most says."""
+        assert self._traffic is not None
+        trusted = self._traffic.sides[0].app
+        if trusted != self._described:
+            self._engine.info = await asyncio.wait_for(self._info(trusted), _INFO_SECONDS)
+            self._described = trusted
+
+    async def _info(self, app: str) -> EngineInfo:
+        """Of a version; the tokenizer is the one that is here."""
+        return replace(await _handle(app).info.remote(), tokenizer=self._tokenizer)
 
 
 def _handle(app: str) -> Any:

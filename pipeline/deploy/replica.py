@@ -22,7 +22,7 @@ from engines.server.options import EngineOptions
 from engines.server.served import EngineDiedError, TokenStream
 from pipeline.deploy.bundles import BundleSource, manifest_in
 from pipeline.deploy.request_router import BLOCKS, PLACES
-from pipeline.deploy.scaling import BLOCK_USE, WANTED
+from pipeline.deploy.scaling import BLOCK_USE, WANTED, block_use
 from pipeline.deploy.scaling import PLACES as PLACES_OF_REPLICA
 from pipeline.deploy.steward import size_told
 from pipeline.deploy.wire import Accepted, Chunks, Refused, Route
@@ -93,12 +93,15 @@ class EngineReplica:
         return {PLACES: self._places, BLOCKS: self._engine.info.num_blocks}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        reading = reading_from_families(0.0, await self._engine.metrics())
-        held, blocks = reading.gauges.get("blocks_held", 0.0), self._engine.info.num_blocks
+        gauges = reading_from_families(0.0, await self._engine.metrics()).gauges
+        held, running, *waiting = (
+            gauges.get(name, 0.0) for name in ("blocks_held", "running", "waiting_interactive", "waiting_batch")
+        )
+        use = block_use(held, self._engine.info.num_blocks, running, sum(waiting))
         wanted = 0.0
         with suppress(Exception):  # whatever keeps us from it, the load decides
             wanted = await size_told(self._steward, self._app)
-        return {PLACES_OF_REPLICA: self._places, BLOCK_USE: held / blocks if blocks else 0.0, WANTED: wanted}
+        return {PLACES_OF_REPLICA: self._places, BLOCK_USE: use, WANTED: wanted}
 
 
 async def _batches(streams: Sequence[TokenStream], whole: bool) -> AsyncIterator[tuple[_Item, ...]]:

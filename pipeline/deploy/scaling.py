@@ -12,7 +12,7 @@ from typing import Any
 from plugins.errors import KilnError
 
 PLACES, BLOCK_USE, WANTED = "kiln_places", "kiln_block_use", "kiln_wanted"
-"""What a replica reports: requests that run at a time, share of blocks held, and the number that it was told."""
+"""What a replica reports: requests that run at a time, `block_use`, and the number that it was told."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ScalingTargets:
     places: float = 0.8
     """Requests, waiting ones included, for each place in the replicas' batches."""
     blocks: float = 0.8
-    """Cache blocks that requests hold; beyond 1 some would have to give way."""
+    """Cache blocks that requests hold, or would if they need not wait."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -32,12 +32,20 @@ class ScalingTargets:
 
 @dataclass(frozen=True)
 class Load:
-    """Of all replicas: `requests` run or wait, `places` of one replica, `block_use` the mean share that is held."""
+    """Of all replicas: `requests` run or wait, `places` of one replica, `block_use` the mean of theirs."""
 
     replicas: int
     requests: float
     places: float
     block_use: float
+
+
+def block_use(held: float, blocks: int, running: float, waiting: float) -> float:
+    """Share of a replica's cache that its requests hold, or would: one that waits is taken for one of those that run.
+
+    What is held alone says little: an engine lets nobody in who would leave too few blocks for the others to grow.
+    """
+    return held / blocks * (running + waiting) / running if blocks and running else 0.0
 
 
 def wanted_replicas(load: Load, targets: ScalingTargets) -> int:

@@ -111,13 +111,13 @@ class Client:
             thread.join(_PATIENCE)
             assert not thread.is_alive()
 
-    def ask(self, prompt: str, tokens: int = 8) -> Answer:
+    def ask(self, prompt: str | list[int], tokens: int = 8) -> Answer:
         answer = Answer()
         self._whole(answer, self.body(prompt, tokens, False))
         return answer
 
     @staticmethod
-    def body(prompt: str, tokens: int, stream: bool) -> dict[str, Any]:
+    def body(prompt: str | list[int], tokens: int, stream: bool) -> dict[str, Any]:
         return {
             "model": NAME,
             "prompt": prompt,

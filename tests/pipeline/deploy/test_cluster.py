@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -86,12 +87,12 @@ def test_the_servers_endpoints_answer_over_the_cluster(client):
 
 def test_a_killed_replica_loses_no_request_that_can_be_sent_again(client):
     """Whole answers all come; streams that had begun say that they failed; the replica comes back."""
-    expected = {prompt: client.ask(prompt, 150).text for prompt in PROMPTS}
-    load = Client(client.url)
-    asked = [(prompt, stream, load.start(prompt, 150, stream)) for prompt in PROMPTS for stream in (False, True)]
-    wait_until(lambda: sum(bool(answer.text) for _, stream, answer in asked if stream) >= 4, "streams that run")
+    expected = {prompt: client.ask(prompt, 400).text for prompt in PROMPTS}
     app = version_up()
     before = replica_processes(app)
+    load = Client(client.url)
+    asked = [(prompt, stream, load.start(prompt, 400, stream)) for prompt in PROMPTS for stream in (False, True)]
+    wait_until(lambda: sum(bool(answer.text) for _, stream, answer in asked if stream) >= 4, "streams that run")
     os.kill(min(before), signal.SIGKILL)
     load.join()
     failed = [answer for _, _, answer in asked if answer.error is not None]
@@ -212,6 +213,7 @@ def test_the_command_updates_a_full_cluster_from_a_registry(source, port, other_
         assert registry.head(NAME, sku, "stable").version == 2
         (new,) = json.loads(command("status", "--json"))["versions"]
         assert new != old
+        wait_until(lambda: fingerprint(client) == new, "the new version's fingerprint")
         assert "serves already" in command(*rolling)
         again = Version.of("kiln", source)
         assert again.app == old
@@ -225,23 +227,24 @@ def test_the_command_updates_a_full_cluster_from_a_registry(source, port, other_
     assert command("down").strip() == "nothing of kiln runs"
 
 
-@pytest.mark.parametrize(("kv_blocks", "at_once"), [(None, 12), (24, 3)], ids=["queue", "blocks"])
-def test_load_brings_more_replicas_and_rest_takes_them_away(source, port, kv_blocks, at_once):
-    """12 requests are more than 4 places; 3 are not, but want up to 20 blocks each, of 24."""
+def test_a_queue_brings_more_replicas_and_rest_takes_them_away(source, port):
+    with application_up(options("kiln", source, replicas=1, most=2), source, port) as client:
+        app = version_up()
+        with asking(client, 12, 300):
+            wait_until(lambda: running(app) == 2, "a second replica")
+        wait_until(lambda: running(app) == 1, "its end")
+
+
+def test_requests_that_wait_for_blocks_bring_more_replicas(source, port):
+    """Three requests are few for four places, but want 13 of 30 blocks each; slowed, or they would be over at once."""
     deployed = options("kiln", source, replicas=1, most=2)
-    deployed = replace(deployed, engine=replace(deployed.engine, kv_blocks=kv_blocks))
+    deployed = replace(deployed, engine=replace(deployed.engine, kv_blocks=30))
     with application_up(deployed, source, port) as client:
         app = version_up()
-        assert running(app) == 1
-
-        def keep_busy() -> bool:
-            while sum(not answer.done for answer in client.answers) < at_once:
-                client.start(PROMPTS[0], 300, stream=False)
-            return running(app) == 2
-
-        wait_until(keep_busy, "a second replica")
-        client.join()
-        assert all(answer.done for answer in client.answers)
+        (replica,) = replica_processes(app).values()
+        (engine,) = replica.children()
+        with slowed(engine), asking(client, 3, 24, prompt_tokens=208):
+            wait_until(lambda: running(app) == 2, "a second replica")
         wait_until(lambda: running(app) == 1, "its end")
 
 
@@ -264,6 +267,11 @@ def running(app: str) -> int:
     return (standing_of(app) or Standing()).running
 
 
+def fingerprint(client: Client) -> str:
+    answer = httpx.post(f"{client.url}/v1/completions", json=client.body(PROMPTS[0], 1, False), timeout=60)
+    return answer.json()["system_fingerprint"]
+
+
 def command(*arguments: object, code: int = 0) -> str:
     result = CliRunner().invoke(kiln_group, ["deploy", "ray", *map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == code, result.output
@@ -271,23 +279,23 @@ def command(*arguments: object, code: int = 0) -> str:
 
 
 @contextmanager
-def asking(client: Client) -> Iterator[None]:
-    """Requests one after the other, each of which must be answered."""
-    over, failed = threading.Event(), []
+def asking(client: Client, at_once: int = 1, tokens: int = 8, prompt_tokens: int = 16) -> Iterator[None]:
+    """So many requests at any time, each of which must be answered."""
+    over = threading.Event()
 
-    def ask() -> None:
+    def ask(number: int) -> None:
         while not over.is_set():
-            if not client.ask(PROMPTS[0]).done:
-                failed.append(1)
+            answer = client.ask([10 + number] * prompt_tokens, tokens)
+            assert answer.done, answer.error
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-    assert not failed
+    with ThreadPoolExecutor(at_once) as pool:
+        asked = [pool.submit(ask, number) for number in range(at_once)]
+        try:
+            yield
+        finally:
+            over.set()
+    for each in asked:
+        each.result()
 
 
 @contextmanager

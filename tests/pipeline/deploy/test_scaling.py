@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.deploy.placement import place
-from pipeline.deploy.scaling import BLOCK_USE, PLACES, WANTED, Load, LoadPolicy, ScalingTargets, wanted_replicas
+from pipeline.deploy.scaling import (
+    BLOCK_USE,
+    PLACES,
+    WANTED,
+    Load,
+    LoadPolicy,
+    ScalingTargets,
+    block_use,
+    wanted_replicas,
+)
 from pipeline.ray_cluster import Node
 from plugins.errors import KilnError
 
@@ -27,6 +36,13 @@ def test_the_number_brings_both_uses_to_their_targets_and_one_less_would_not(loa
     assert wanted >= 1
     assert enough(wanted)
     assert wanted == 1 or not enough(wanted - 1) or wanted_replicas(load, ScalingTargets(1.0, 1.0)) <= wanted - 1
+
+
+def test_requests_that_wait_for_blocks_count_as_those_that_hold_them():
+    assert block_use(held=13, blocks=30, running=1, waiting=0) == pytest.approx(13 / 30)
+    assert block_use(held=13, blocks=30, running=1, waiting=2) == pytest.approx(39 / 30)
+    assert block_use(held=0, blocks=30, running=0, waiting=2) == 0  # nothing is known of any
+    assert block_use(held=0, blocks=0, running=1, waiting=0) == 0  # a model without a cache
 
 
 @given(loads, st.floats(0, 100))
