@@ -17,20 +17,18 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TypeVar
 
 from pydantic import BaseModel
 
 from pipeline.registry.keys import SigningKey, TrustedKey, TrustedKeys
-from pipeline.registry.records import FORMAT, numbered
-from pipeline.registry.signed import seal, unseal
+from pipeline.registry.records import FORMAT
+from pipeline.registry.signed import Record, seal, unseal
 from pipeline.registry.store import RegistryError, Store
 
 MARKER = "kiln-registry.json"
 LOCK = "gc/lock"
 LEASES = "leases"
 _POLL = 0.5
-Record = TypeVar("Record", bound=BaseModel)
 
 
 class Access:
@@ -76,9 +74,6 @@ class Access:
         """The highest number in a log, 0 for an empty one."""
         numbers = [number for key in self.store.keys(folder) if (number := number_of(key))]
         return max(numbers, default=0)
-
-    def key_of(self, folder: str, number: int) -> str:
-        return numbered(folder, number)
 
     @contextmanager
     def lease(self, wait: float = 60.0) -> Iterator[None]:

@@ -5,7 +5,7 @@
     releases/MODEL/SKU/00000007               one published bundle: its files and their chunks
     channels/MODEL/SKU/stable/00000003        one move of a channel; the newest says where it points
     attestations/MODEL/SKU/00000007/00000001  one judgement of a release; the newest counts
-    leases/SHA256                             a publisher at work; gc/lock: a collector at work
+    leases/OWNER                              a writer at work; gc/lock: a collector at work
 
 Data only. Signing is `pipeline.registry.signed`'s work, reading and writing the registry's.
 """

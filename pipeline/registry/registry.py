@@ -22,6 +22,7 @@ from pipeline.registry.records import (
     Release,
     chunk_key,
     folder_of,
+    numbered,
     release_key,
 )
 from pipeline.registry.store import RegistryError, Store, UntrustedError
@@ -213,7 +214,7 @@ class Registry:
         return found
 
     def entry(self, model: str, sku: str, channel: Channel, number: int) -> ChannelEntry:
-        key = self.access.key_of(folder_of("channels", model, sku, channel), number)
+        key = numbered(folder_of("channels", model, sku, channel), number)
         found = self.access.load(key, ChannelEntry)
         if found is None:
             raise RegistryError(f"{self.store.url}/{key} is missing; somebody deleted a part of the channel's history")
@@ -287,7 +288,7 @@ class Registry:
     def _append(self, entry: ChannelEntry) -> bool:
         self.access.require_lease()
         folder = folder_of("channels", entry.model, entry.sku, entry.channel)
-        return self.access.create(self.access.key_of(folder, entry.number), entry)
+        return self.access.create(numbered(folder, entry.number), entry)
 
     def rollback(self, model: str, sku: str, channel: Channel = "stable", version: int | None = None) -> ChannelEntry:
         """Point a channel to the version before, or to another one that it had."""
@@ -311,7 +312,7 @@ class Registry:
         """The newest judgement of a release."""
         folder = folder_of("attestations", model, sku, f"{version:08d}")
         number = self.access.newest(folder)
-        found = self.access.load(self.access.key_of(folder, number), Attestation) if number else None
+        found = self.access.load(numbered(folder, number), Attestation) if number else None
         if found is None:
             return None
         judged = found[0]
@@ -342,7 +343,7 @@ class Registry:
                     findings=dict(findings),
                 )
                 self.access.require_lease()
-                if self.access.create(self.access.key_of(folder, judged.number), judged):
+                if self.access.create(numbered(folder, judged.number), judged):
                     return judged
 
     # Contents
