@@ -226,10 +226,14 @@ class MemoryRecord(Record):
 
     def sentence(self) -> str:
         """For people."""
-        largest = max(self.phases, key=lambda phase: phase.peak)
-        parts = [("weights", self.weights), ("KV pool", self.kv_pool), (f"peak ({largest.name})", largest.peak)]
-        parts += [("activations", largest.activations), ("workspace", largest.workspace)]
-        return ", ".join(f"{name} {count / 2**20:.1f} MiB" for name, count in parts)
+        most = max(self.phases, key=lambda phase: phase.peak)
+        whole = _sizes({"weights": self.weights, "KV pool": self.kv_pool})
+        inside = _sizes({"cache": most.cache, "activations": most.activations, "workspace": most.workspace})
+        return f"{whole}; most in {most.name}, {most.peak / 2**20:.1f} MiB: weights, {inside}"
+
+
+def _sizes(parts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count / 2**20:.1f} MiB" for name, count in parts.items() if count)
 
 
 class TensorRtRecord(Record):

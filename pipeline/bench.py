@@ -385,11 +385,10 @@ def _memory_tables(report: BenchReport) -> list[RenderableType]:
     """What the engine's own account says of each phase, and what the process took at most."""
     account = {phase.name: phase for phase in report.memory.phases} if report.memory is not None else {}
     columns = ("activations", "workspace", "cache", "peak")
-    title = "" if report.memory is None else f": {report.memory.sentence()}"
-    table = Table(title=f"Memory, MiB{title}", title_justify="left")
+    table = Table(title="Memory, MiB", title_justify="left")
     for heading in ("phase", *columns[:-1], "weights and these", "process at most"):
         table.add_column(heading, justify="left" if heading == "phase" else "right")
     for name in dict.fromkeys((*account, *report.peaks)):
         own = [f"{getattr(account[name], column) / 2**20:,.1f}" if name in account else "" for column in columns]
         table.add_row(name, *own, f"{report.peaks[name] / 2**20:,.1f}" if name in report.peaks else "")
-    return [table]
+    return [table] if report.memory is None else [table, f"Account: {report.memory.sentence()}."]
