@@ -120,7 +120,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.delenv("XDG_CACHE_HOME")
     real = library()
     patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    for module in ("pipeline.gpu_build", "pipeline.build", "pipeline.optimize"):
+    for module in ("plugins.build", "pipeline.gpu_build", "pipeline.build", "pipeline.optimize"):
         patch.setattr(f"{module}.cpu_library", lambda: real)
     yield real
     patch.undo()

@@ -31,7 +31,6 @@ from pipeline.quantize.building import quantised_engine
 from pipeline.quantize.config import QuantizeConfig
 from pipeline.quantize.sku_speed import SkuSpeed, speed_of
 from pipeline.source import resolve_source
-from plugins.build import cpu_library
 from plugins.errors import KilnError
 from plugins.quant_matmul.cuda_choice import Choices, Measured
 from tests.pipeline.quantize_material import FEW, LOOSE
@@ -149,24 +148,23 @@ def test_fewer_bytes_are_read(int8, compiled, folder, tmp_path) -> None:
 
 
 @pytest.fixture(scope="module")
-def wide(folder, compiled, silent, tmp_path_factory) -> tuple[OnnxModel, Path]:
-    """The FP32 graph that a build quantises, and its tokenizer."""
+def wide(folder, compiled, silent, tmp_path_factory) -> tuple[OnnxModel, Path, Path]:
+    """The FP32 graph that a build quantises, its tokenizer, and the CPU's library."""
     work = tmp_path_factory.mktemp("wide")
     model = load(resolve_source(str(folder)))
     model.tokenizer.save_pretrained(work / "tokenizer")
     exported = export_model(model, work / "exported.onnx", BuildConfig())
     made, _ = optimize(exported, work / "wide.onnx", resolve_sku("h200"), PASSES, table=WIDE_TABLE)
-    return made, work / "tokenizer"
+    return made, work / "tokenizer", compiled
 
 
-def requantised(wide: tuple[OnnxModel, Path], folder: Path, silent, **options):
+def requantised(wide: tuple[OnnxModel, Path, Path], folder: Path, silent, **options):
     """What a build does after the FP32 passes: the engine and its record."""
     folder.mkdir()
     config = QuantizeConfig(**{"generate": 8, "calibration": FEW, **options})
-    sku, libraries = resolve_sku("h200"), [cpu_library()]
-    made, _, record = quantised_engine(
-        wide[0], folder / "engine.onnx", sku, PASSES, config, libraries, wide[1], None, silent
-    )
+    model, tokenizer, library = wide
+    sku, target = resolve_sku("h200"), folder / "engine.onnx"
+    made, _, record = quantised_engine(model, target, sku, PASSES, config, [library], tokenizer, None, silent)
     return made, record
 
 
