@@ -60,6 +60,11 @@ class Phase:
         return sum(operator.seconds for operator in self.operators)
 
     @property
+    def accounted(self) -> float:
+        """Seconds of all parts, from which predictions start; more than a pass where profiled ones were disturbed."""
+        return self.host + self.dispatch + self.in_operators
+
+    @property
     def coverage(self) -> float:
         """Seconds in operators, measured with the profiler, by the seconds of a pass, measured without it."""
         return self.in_operators / self.seconds

@@ -33,9 +33,9 @@ _MEANING: dict[Bound, str] = {
 
 def verdict_sentence(phase: Phase, roofline: Roofline) -> str:
     """The verdict, how far it goes, and what it says of a change."""
-    part = phase.parts[phase.verdict] / phase.seconds
-    halved = seconds_if(phase, roofline, HALF_THE_BYTES) / phase.seconds - 1
-    doubled = seconds_if(phase, roofline, TWICE_THE_BATCH) / phase.seconds
+    part = phase.parts[phase.verdict] / phase.accounted
+    halved = round(seconds_if(phase, roofline, HALF_THE_BYTES) / phase.accounted - 1, 2) + 0.0  # no "-0%"
+    doubled = seconds_if(phase, roofline, TWICE_THE_BATCH) / phase.accounted
     more = "tokens" if phase.name.startswith("prefill") else "batch"
     return (
         f"{_MEANING[phase.verdict]} ({part:.0%} of the time). By the roofline, half the bytes of weights and cache "
@@ -95,7 +95,7 @@ def phase_sentence(phase: Phase) -> str:
 
 def waste_sentence(waste: Waste, phase: Phase) -> str:
     """What it costs, why, and the switch."""
-    return f"{waste.name}: up to {waste.seconds / phase.seconds:.0%} of a pass; {waste.why}. Switch: {waste.switch}"
+    return f"{waste.name}: up to {waste.seconds / phase.accounted:.0%} of a pass; {waste.why}. Switch: {waste.switch}"
 
 
 def tables_from_profile(profile: Profile) -> RenderableType:

@@ -56,7 +56,9 @@ def wastes_from_phase(phase: Phase, roofline: Roofline, manifest: Manifest, thre
         *_below_roof(phase, threads),
         *_outside(phase),
     ]
-    return sorted((waste for waste in found if waste.seconds >= _LEAST_SHARE * phase.seconds), key=lambda w: -w.seconds)
+    return sorted(
+        (waste for waste in found if waste.seconds >= _LEAST_SHARE * phase.accounted), key=lambda w: -w.seconds
+    )
 
 
 def _saved(
@@ -92,7 +94,7 @@ def _cache(phase: Phase, roofline: Roofline, manifest: Manifest) -> Iterator[Was
         return
     nodes = [node for node in phase.operators if node.operator == OP_TYPE]
     types = manifest.decoder.kv.dtypes
-    switch = "build-engine --kv-dtype float16" if "float32" in types else "build-engine --kv-cache kv"
+    switch = "build-engine --kv-dtype float16" if "float32" in types else "build-engine --kv-cache int8-kv"
     if "int8" not in types:
         seconds = _saved(nodes, phase, roofline, lambda work: replace(work, cache=work.cache // 2))
         yield Waste(f"a cache of {types[0]}", seconds, "attention is limited by reading keys and values", switch)
@@ -122,8 +124,8 @@ def _batch(phase: Phase, roofline: Roofline, manifest: Manifest) -> Iterator[Was
     decoder = manifest.decoder is not None
     yield Waste(
         "a small batch",
-        phase.seconds - doubled / 2,
-        f"with twice as many {'sequences' if decoder else 'samples'} a pass would take {doubled / phase.seconds:.2f} "
+        phase.accounted - doubled / 2,
+        f"with twice as many {'sequences' if decoder else 'samples'} a pass would take {doubled / phase.accounted:.2f} "
         "times as long",
         "kiln tune, and kiln serve --max-running where as many requests come together" if decoder else "kiln tune",
     )
