@@ -52,6 +52,7 @@ def test_a_decoder_multiplies_in_8_bits_and_is_held_against_the_float_graph(buil
     assert len(plan.quantised) >= 8
     assert json.loads((bundle.path / record.gate).read_text())["passed"] is True
     assert manifest.tensorrt.attention == "native"
+    assert [done.changed for done in manifest.passes if done.name == "cast_attention"] == [True]
     (check,) = manifest.checks
     assert check.value <= check.limit
     layers = layers_from_file(bundle.path / "layers.json")
