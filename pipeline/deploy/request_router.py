@@ -44,6 +44,8 @@ def _router_class() -> type:
             self, candidate_replicas: "list[RunningReplica]", pending_request: "PendingRequest | None" = None
         ) -> "list[list[RunningReplica]]":
             """Each a rank of its own: a full one is passed over for the next."""
+            if pending_request is not None:  # or the base asks again without a pause while all replicas are full
+                pending_request.routing_context.should_backoff = True
             route = route_of(pending_request)
             replicas = {each.replica_id.unique_id: each for each in candidate_replicas}
             members = {name: self._member(each) for name, each in replicas.items()}

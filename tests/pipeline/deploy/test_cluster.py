@@ -86,14 +86,23 @@ def test_the_servers_endpoints_answer_over_the_cluster(client):
 
 
 def test_a_killed_replica_loses_no_request_that_can_be_sent_again(client):
-    """Whole answers all come; streams that had begun say that they failed; the replica comes back."""
+    """Whole answers all come; streams that had begun say that they failed; the replica comes back.
+
+    Engines are slowed and then stopped until the kill, or all would be over by then; streams come first, so that each
+    replica has some.
+    """
     expected = {prompt: client.ask(prompt, 400).text for prompt in PROMPTS}
     app = version_up()
     before = replica_processes(app)
+    engines = [engine for replica in before.values() for engine in replica.children()]
     load = Client(client.url)
-    asked = [(prompt, stream, load.start(prompt, 400, stream)) for prompt in PROMPTS for stream in (False, True)]
-    wait_until(lambda: sum(bool(answer.text) for _, stream, answer in asked if stream) >= 4, "streams that run")
-    os.kill(min(before), signal.SIGKILL)
+    with slowed(*engines, share=0.01):
+        asked = [(prompt, True, load.start(prompt, 400, stream=True)) for prompt in PROMPTS]
+        wait_until(lambda: sum(bool(answer.text) for *_, answer in asked) >= 6, "streams that run")
+    with stopped(*engines):
+        asked += [(prompt, False, load.start(prompt, 400, stream=False)) for prompt in PROMPTS]
+        threading.Event().wait(2)  # for them to arrive
+        os.kill(min(before), signal.SIGKILL)
     load.join()
     failed = [answer for _, _, answer in asked if answer.error is not None]
     for prompt, stream, answer in asked:
@@ -299,16 +308,29 @@ def asking(client: Client, at_once: int = 1, tokens: int = 8, prompt_tokens: int
 
 
 @contextmanager
-def slowed(process: psutil.Process) -> Iterator[None]:
-    """It runs for a twentieth of the time."""
+def stopped(*processes: psutil.Process) -> Iterator[None]:
+    """They stand still; those that end meanwhile are left alone."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+@contextmanager
+def slowed(*processes: psutil.Process, share: float = 0.05) -> Iterator[None]:
+    """They run for a share of the time."""
     over = threading.Event()
 
     def stop_and_go() -> None:
         while not over.is_set():
-            process.suspend()
-            over.wait(0.95)
-            process.resume()
-            over.wait(0.05)
+            with stopped(*processes):
+                over.wait(1 - share)
+            over.wait(share)
 
     thread = threading.Thread(target=stop_and_go)
     thread.start()
