@@ -87,8 +87,9 @@ class PrecisionPlan:
         return tuple(name for name, plan in self.layers.items() if plan.scheme != "float")
 
     def keeping(self, names: Iterable[str], reason: str) -> "PrecisionPlan":
-        """The same with these layers as `float`."""
-        return replace(self, layers={**self.layers, **{name: LayerPlan(reason=reason) for name in names}})
+        """The same with these layers as `float`, smoothed as they were: others may read the same activation."""
+        kept = {name: LayerPlan(smooth=self.of(name).smooth, reason=reason) for name in names}
+        return replace(self, layers={**self.layers, **kept})
 
     def require_layers(self, known: Iterable[str]) -> None:
         """Raise KilnError for a plan that names a layer which the model lacks."""

@@ -14,9 +14,11 @@ from passes.manager import PassReport
 from passes.onnx_model import OnnxModel
 from passes.standard import BINDING_TABLE, NARROWING_TABLE, PassSwitches
 from pipeline.cpu_form import write_cpu_form
+from pipeline.gate.graphs import GraphFile
 from pipeline.gate.report import GateReport, require_passed
 from pipeline.optimize import OptimizeConfig, optimize, target_for
 from pipeline.progress import Progress
+from pipeline.quantize.candidates import candidate, rescaling
 from pipeline.quantize.config import QuantizeConfig, refuse_schemes
 from pipeline.quantize.judging import judge_engine
 from pipeline.quantize.sku_speed import speed_of
@@ -67,17 +69,19 @@ def quantised_engine(
 
     with progress.stage("quantise"):
         made, reports = write(engine)
-    report = judge_engine(
-        model,
-        _runnable(engine, work, sku),
-        found.schemes,
-        found.subject,
-        found.specs,
-        config,
-        lambda keep: _runnable(write(work / "trial.onnx", keep)[0].path, work, sku),
-        progress,
-        passes.threads,
-    )
+    with candidate(model.path, found.plan, lambda plan: rescaling(found.passes())) as rescaled:
+        report = judge_engine(
+            model,
+            _runnable(engine, work, sku),
+            found.schemes,
+            found.subject,
+            found.specs,
+            config,
+            lambda keep: _runnable(write(work / "trial.onnx", keep)[0].path, work, sku),
+            progress,
+            passes.threads,
+            GraphFile(rescaled, model.decoder, tuple(plugins)),
+        )
     require_passed(report)
     progress.note(report.sentence())
     shutil.rmtree(work)

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import onnx_graphsurgeon as gs
 
-from passes.base import Pass
+from passes.base import Effect, Pass
 from passes.graph import graph_from_path, proto_from_graph, tidy
 from passes.manager import link_weights
 from passes.onnx_model import load_structure
@@ -24,6 +24,12 @@ def apply(graph: gs.Graph, passes: Sequence[Pass]) -> None:
         infer_shapes(graph)
         graph_pass.call(graph)
         tidy(graph)
+
+
+def rescaling(passes: Sequence[Pass]) -> list[Pass]:
+    """Those that move scales between activations and weights, as SmoothQuant does, and round nothing: a float graph
+    after them has tensors that can be compared with those of the quantised one."""
+    return [graph_pass for graph_pass in passes if graph_pass.effect is Effect.REORDERS]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pipeline.calibration.subject import CalibrationModel
 from pipeline.gate.config import GateConfig
 from pipeline.gate.gate import run_gate
 from pipeline.gate.generation import GenerationConfig
+from pipeline.gate.graphs import GraphFile
 from pipeline.gate.limits import GateLimits, limits_from_toml
 from pipeline.gate.material import (
     DecoderData,
@@ -45,10 +46,12 @@ def judge_engine(
     rebuild: Callable[[Sequence[str]], Path] | None,
     progress: Progress,
     threads: int | None = None,
+    layers: GraphFile | None = None,
 ) -> GateReport:
     """Hold a quantised graph against the float one. `specs` names what was or would be calibrated on.
 
-    Without `rebuild` the layers to keep are named and not tried.
+    `layers` is a float graph whose layers have the candidate's scales, where smoothing has changed them. Without
+    `rebuild` the layers to keep are named and not tried.
     """
     limits = limits_from_toml(config.limits) if config.limits else GateLimits()
     data: GateData
@@ -61,7 +64,7 @@ def judge_engine(
         data = _texts(subject.tokenizer, config, context, tokens)
     else:
         data = _samples(subject, specs, config)
-    gate = GateConfig(schemes=schemes, generation=generation, threads=threads)
+    gate = GateConfig(schemes=schemes, generation=generation, threads=threads, reference_graph=layers)
     return run_gate(reference.path, candidate, data, limits, gate, progress, rebuild)
 
 

@@ -6,14 +6,13 @@ targets that this machine cannot time, and where measuring each layer alone take
 
 from collections.abc import Callable
 
-from passes.base import Effect, Pass
 from passes.quantization.plan import PrecisionPlan
 from pipeline.calibration.samples import TOKENS, Sample
 from pipeline.calibration.subject import CalibrationModel
 from pipeline.gate.graphs import GraphFile
 from pipeline.gate.keep import rank_layers
 from pipeline.gate.layers import LayerRow, decoder_layers, plain_layers
-from pipeline.quantize.candidates import Rewrites, candidate
+from pipeline.quantize.candidates import Rewrites, candidate, rescaling
 from pipeline.smallest import smallest_set
 
 TRIALS = 12
@@ -55,11 +54,10 @@ def _rows(
 ) -> list[LayerRow]:
     """Compared with a float graph of the same smoothing, whose tensors have the same scales."""
     path = model.model.path
-
-    def exact(plan: PrecisionPlan) -> list[Pass]:
-        return [graph_pass for graph_pass in rewrites(plan) if graph_pass.effect is not Effect.QUANTISES]
-
-    with candidate(path, plan, exact) as ours, candidate(path, plan, rewrites) as theirs:
+    with (
+        candidate(path, plan, lambda plan: rescaling(rewrites(plan))) as ours,
+        candidate(path, plan, rewrites) as theirs,
+    ):
         floats, quantised = (GraphFile(file, model.decoder, model.plugins) for file in (ours, theirs))
         if model.decoder is None:
             return plain_layers(floats, quantised, [sample.read()], threads)[0]
