@@ -57,7 +57,7 @@ def quantize_options(command: Any) -> Any:
             "--smooth",
             type=_SmoothType(),
             help="SmoothQuant's alpha, 0 to 1, for all layers; or 'search' each layer's own; or 'none'.  "
-            "[default: search for w8a8, else none]",
+            "[default: search for w8a8 and, on a GPU, int8; else none]",
         ),
         click.option(
             "--kv-cache",

@@ -47,7 +47,7 @@ class QuantizeConfig:
     rounding: Rounding = "rtn"
     smooth: float | Literal["search", "none"] | None = None
     """SmoothQuant's alpha for layers with INT8 activations; `search` finds each layer's own. None: a search for static
-    ranges, which need calibration anyway, and nothing for dynamic ones."""
+    ranges, which need calibration anyway, and on a GPU, whose rows have one scale; nothing for other dynamic ones."""
     kv: KvScheme = ""
     kv_limit: int | None = None
     """Most tokens of a sequence with an INT8 cache."""

@@ -17,11 +17,16 @@ from pipeline.quantize.choices import Choices
 from pipeline.quantize.config import QuantizeConfig
 
 
-def layers_to_smooth(config: QuantizeConfig, choices: Choices) -> dict[str, LayerPlan]:
-    """The layers whose alpha is to be searched, with their first choice."""
+def layers_to_smooth(config: QuantizeConfig, choices: Choices, kernels: Kernels) -> dict[str, LayerPlan]:
+    """The layers whose alpha is to be searched, with their first choice.
+
+    Unless the user says otherwise those with one scale for a whole row, or for a tensor: groups do without.
+    """
     if config.smooth not in (None, "search"):
         return {}
-    schemes: Sequence[str] = INTEGER_ACTIVATIONS if config.smooth == "search" else ("w8a8",)
+    schemes: Sequence[str] = ("w8a8",)
+    if config.smooth == "search" or (kernels == "cuda-plugins" and config.rounding != "gptq"):
+        schemes = INTEGER_ACTIVATIONS
     return {name: plans[0] for name, plans in choices.plans.items() if plans[0].scheme in schemes}
 
 

@@ -74,7 +74,7 @@ def quantisation_for(
     if config.plan is not None:
         return _given(stage, plan_from_toml(config.plan))
     choices = choices_for(stage.layers, target, config)
-    searched = layers_to_smooth(config, choices)
+    searched = layers_to_smooth(config, choices, kernels_of(target))
     table = stage.table([plan for plans in choices.plans.values() for plan in plans], bool(searched))
     if searched and table is not None:
         observe = config.calibration.observe
