@@ -246,8 +246,11 @@ def _plan_checks(
         return decoder_from_plan(plan, key, form.attention, inputs, profiles, decoder.kv, weights)
 
     running = made.config.serving.max_running
-    judge = lambda: checked(made.reference, opened_decoder, decoder, NAME, running, made.floats)  # noqa: E731
-    return _checked(made, judge, progress)
+
+    def judged() -> CheckRecord:
+        return checked(made.reference, opened_decoder, decoder, NAME, running, made.floats)
+
+    return _checked(made, judged, progress)
 
 
 def _checked(made: Made, check: Callable[[], CheckRecord], progress: Progress) -> tuple[CheckRecord, ...]:

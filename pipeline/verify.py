@@ -5,9 +5,7 @@ graph is judged as it is; the clock leaves them on, as the engine will run. Inpu
 and a long one: errors that grow with length show only there.
 """
 
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +22,7 @@ from pipeline.compare.inputs import InputSpec, input_specs_from_graph, sample_of
 from pipeline.compare.onnx_subject import bound_graph
 from pipeline.io_layout import from_model, original_specs, permutations_from_path, to_model
 from pipeline.packed import decoder_feeds, packed_logits, step_inputs_of_prompt
-from pipeline.paired import LEAST_PAIRS, interval_of, ratios_of
+from pipeline.paired import take_turns
 from pipeline.ranges import measure_ranges
 from plugins.errors import KilnError
 
@@ -112,19 +110,10 @@ class StepClock:
         self.feeds = None if model.decoder else next(iter(inputs or generated_inputs(model, plugins)))
 
     def __call__(self, before: Path, after: Path) -> Timing:
-        """Alternating calls for `seconds`, at least `LEAST_PAIRS` of each, after one to warm up."""
+        """Alternating calls for `seconds`, after one of each to warm up."""
         with tempfile.TemporaryDirectory(prefix="kiln-clock-") as folder:
             calls = [self._call(path, Path(folder) / str(number)) for number, path in enumerate((before, after))]
-        times: list[list[float]] = [[], []]
-        for call in calls:
-            call()
-        end = time.perf_counter() + self.seconds
-        while len(times[1]) < LEAST_PAIRS or time.perf_counter() < end:
-            for call, taken in zip(calls, times, strict=True):
-                start = time.perf_counter()
-                call()
-                taken.append(time.perf_counter() - start)
-        before_pass, ratio = statistics.median(times[0]), interval_of(ratios_of(*times))
+        before_pass, ratio = take_turns(calls[0], calls[1], self.seconds)
         return Timing(before_pass, before_pass * ratio.median, ratio.noise)
 
     def _call(self, path: Path, folder: Path) -> Callable[[], object]:

@@ -6,10 +6,9 @@ product, such as quantising its input, is part of the time; fusion with what com
 little slower here than it is. A convolution with calibrated ranges takes and gives integers: its neighbours do so too.
 """
 
-import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,7 +25,7 @@ from passes.pattern import only_consumer, producer
 from passes.quantization.layers import Layer, name_layers
 from passes.quantization.plan import LayerPlan, PrecisionPlan
 from passes.shapes import infer_shapes
-from pipeline.paired import LEAST_PAIRS, Interval, interval_of, ratios_of
+from pipeline.paired import Interval, take_turns
 from pipeline.quantize.candidates import Rewrites, apply
 
 Shape = tuple[int, ...]
@@ -106,21 +105,9 @@ def _random_feed(path: Path, shape: Shape) -> dict[str, NDArray]:
 
 
 def _alternate(models: Sequence[OnnxRuntimeModel], feeds: Sequence[Mapping[str, NDArray]]) -> Latency:
-    """`feeds`: of each model. Longer than usual where chance could explain the difference so far."""
-    times: list[list[float]] = [[] for _ in models]
-    for model, feed in zip(models, feeds, strict=True):
-        model.infer(feed)
-    start = time.perf_counter()
-    for seconds in _SECONDS:
-        while len(times[-1]) < LEAST_PAIRS or time.perf_counter() < start + seconds:
-            for model, feed, taken in zip(models, feeds, times, strict=True):
-                before = time.perf_counter()
-                model.infer(feed)
-                taken.append(time.perf_counter() - before)
-        ratio = interval_of(ratios_of(*times))
-        if ratio.decided:
-            break
-    return Latency(statistics.median(times[0]), ratio)
+    """`feeds`: of each model."""
+    calls = [partial(model.infer, feed) for model, feed in zip(models, feeds, strict=True)]
+    return Latency(*take_turns(calls[0], calls[1], *_SECONDS))
 
 
 def _write_layer(reference: Path, layer: Layer, shape: Shape, target: Path, rewrites: Sequence[Pass]) -> None:

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.deploy.figures import Figures, Limits, binomial_below, quantile_bounds, verdict
+from pipeline.deploy.figures import Figures, Limits, verdict
 from pipeline.deploy.rollout import Plan, Rollout, Side, Traffic
 from pipeline.deploy.standing import Standing
+from pipeline.order_statistics import binomial_below, quantile_bounds
 from plugins.errors import KilnError
 
 
