@@ -34,7 +34,7 @@ _FILE = click.Path(path_type=Path)
 @click.option(
     "--tokens-per-step", type=int, default=_DEFAULTS.tokens_per_step, show_default=True, help="Of a prompt, at most."
 )
-@click.option("--threads", type=int, help="Threads of one step.  [default: every CPU this process may use]")
+@click.option("--threads", type=int, help="Threads of one step, on a CPU.  [default: every CPU this process may use]")
 @click.option("--seed", type=int, default=_DEFAULTS.seed, show_default=True, help="Seed of random inputs.")
 @click.option("--trace", "trace_path", type=_FILE, help="Write one pass of each phase for ui.perfetto.dev.")
 @click.option("--html", "html_path", type=_FILE, help="Write a self-contained page with the roofline drawn.")

@@ -13,15 +13,15 @@ one table and one JSON line.
 import argparse
 import ctypes
 import json
-import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pipeline.device_limits import copy_bandwidth, device_seconds, product_rate
 from plugins.cuda_build import cuda_library
 from plugins.paged_attention.cuda_calls import CudaAttention, Operands
 from plugins.paged_attention.reference import Attributes
@@ -38,40 +38,6 @@ MIN_RATE = 350
 """TFLOP/s of one prompt of 4096."""
 SET_BYTES = 3e8
 """All sets of inputs together hold at least so much: several times the L2 cache."""
-
-
-def seconds(run: Callable[[], object], calls: int) -> float:
-    """Of one call, the median of nine replays of a graph of `calls`."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    graph.replay()
-    times = []
-    for _ in range(9):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / calls)
-    return statistics.median(times)
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second, read and written, by a kernel: the copy engines of a captured memory copy reach less."""
-    source = torch.randint(1 << 30, (1 << 28,), dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
-    return 8 * source.numel() / seconds(lambda: torch.neg(source, out=target), 5)
-
-
-def product_rate() -> float:
-    """Operations per second of a large product."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(a)
-    return 2 * 8192**3 / seconds(lambda: torch.mm(a, b, out=out), 5)
 
 
 def cache_of(shape: tuple[int, ...], int8: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -153,7 +119,8 @@ def measure(
     operator(inputs[0], ATTRIBUTES, output)
     found = error(output, inputs[0], seqs, new, past)
     turn = iter(range(1 << 30))
-    taken = seconds(lambda: operator(inputs[next(turn) % len(inputs)], ATTRIBUTES, output), 24 if new == 1 else 4)
+    calls = 24 if new == 1 else 4
+    taken = device_seconds(lambda: operator(inputs[next(turn) % len(inputs)], ATTRIBUTES, output), calls)
     return taken, found
 
 
@@ -171,7 +138,7 @@ def torch_attentions(seqs: int, new: int) -> Iterator[tuple[str, float]]:
     for name, backend in (("FlashAttention 2", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
         with sdpa_kernel(backend):
             try:
-                yield name, seconds(attend, 4)
+                yield name, device_seconds(attend, 4)
             except RuntimeError as problem:
                 print(f"{name}: torch cannot run it here: {str(problem).splitlines()[0]}")
 

@@ -41,6 +41,8 @@ class CudaDecoder:
         ladder: decode batch sizes to capture; empty for none.
         options: of ONNX Runtime's CUDA provider.
         runtime: the device; by default the first CUDA device.
+        profile: where ONNX Runtime's own profile of the session goes, see `end_profile`. Steps of the ladder are not
+            captured then, but run through ONNX Runtime, once each when the decoder is made.
 
     Raises KilnError when there is no such device, the graph cannot be loaded or does not follow the schema, or memory
     is short.
@@ -62,6 +64,7 @@ class CudaDecoder:
         ladder: Sequence[int] = (),
         options: Mapping[str, str] | None = None,
         runtime: Runtime | None = None,
+        profile: Path | None = None,
     ) -> None:
         if num_blocks is not None and num_blocks < 1:
             raise KilnError(f"the cache has {num_blocks} blocks; expected at least 1")
@@ -69,7 +72,7 @@ class CudaDecoder:
         self._open: list[Any] = []  # what must be closed, in the order in which it was made
         self._runtime = self._kept(runtime or CudaRuntime())
         try:
-            self._prepare(engine, num_blocks, most_blocks, max_context, window, plugins, ladder, options or {})
+            self._prepare(engine, num_blocks, most_blocks, max_context, window, plugins, ladder, options or {}, profile)
         except BaseException:
             self.close()
             raise
@@ -84,11 +87,12 @@ class CudaDecoder:
         plugins: Sequence[Path],
         ladder: Sequence[int],
         options: Mapping[str, str],
+        profile: Path | None,
     ) -> None:
         runtime = self._runtime
         runtime.enter()
         self._session: CudaSession = self._kept(
-            CudaSession(engine, self.kv, runtime, plugins, window, options, self._samples)
+            CudaSession(engine, self.kv, runtime, plugins, window, options, self._samples, profile)
         )
         self.num_blocks = fitting_blocks(runtime, self.kv, most_blocks) if num_blocks is None else num_blocks
         self._session.allocate_caches(self.num_blocks)
@@ -112,7 +116,7 @@ class CudaDecoder:
         if ladder:
             width = -(-max_context // self.kv.block_size)
             tokens = None if self._tokens is None else self._tokens.address
-            graphs = DecodeGraphs(self._session, runtime, ladder, width, self._staging, tokens)
+            graphs = DecodeGraphs(self._session, runtime, ladder, width, self._staging, tokens, profile is None)
             self._graphs = self._kept(graphs)
 
     @property
@@ -156,6 +160,15 @@ class CudaDecoder:
                     for n in numbers
                 )
                 self._runtime.copy(target, source, size)
+
+    @property
+    def profile_start(self) -> int:
+        """When a profile's clock began, in nanoseconds of `time.time_ns`."""
+        return self._session.profile_start
+
+    def end_profile(self) -> Path:
+        """The JSON file of a decoder made with `profile`; nothing more is written to it."""
+        return self._session.end_profile()
 
     def close(self) -> None:
         """Free graphs, session, caches and stream. The backend is unusable afterwards; a second call does nothing."""

@@ -75,8 +75,10 @@ def write_padded(
 class DecodeGraphs:
     """Captured steps of a session whose caches are allocated. `table_width` is that of the longest context, in blocks.
 
-    `tokens` is where a graph that samples leaves its tokens, None for any other. Raises KilnError when memory is short
-    or a step cannot be captured.
+    `tokens` is where a graph that samples leaves its tokens, None for any other. Without `captured` a step is queued
+    through ONNX Runtime each time, with the same kernels on the same shapes: so they can be profiled node by node.
+
+    Raises KilnError when memory is short or a step cannot be captured.
     """
 
     def __init__(
@@ -87,7 +89,9 @@ class DecodeGraphs:
         table_width: int,
         staging: Staging,
         tokens: int | None = None,
+        captured: bool = True,
     ) -> None:
+        self._captured = captured
         self.sizes = tuple(sorted(sizes))
         self._runtime, self._session, self._staging, self._width = runtime, session, staging, table_width
         most = self.sizes[-1]
@@ -127,7 +131,10 @@ class DecodeGraphs:
     def launch(self, inputs: StepInputs, extras: Mapping[str, NDArray], size: int, turn: int) -> None:
         """Queue a step of at most `size` sequences; `extras` [sequences] are what a graph that samples takes."""
         self._send(inputs, extras, size, turn)
-        self._runtime.launch(self._graphs[size])
+        if self._captured:
+            self._runtime.launch(self._graphs[size])
+        else:
+            self._session.run(self._bindings[size])
 
     def close(self) -> None:
         """Free graphs and memory; nothing may be under way. A second call does nothing."""
@@ -159,7 +166,8 @@ class DecodeGraphs:
         self._send(_no_sequences(), none, size, 0)
         self._session.run(binding)
         self._runtime.synchronize()
-        self._graphs[size] = self._runtime.capture(lambda: self._session.run(binding))
+        if self._captured:
+            self._graphs[size] = self._runtime.capture(lambda: self._session.run(binding))
 
 
 def _no_sequences() -> StepInputs:

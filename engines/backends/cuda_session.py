@@ -26,7 +26,8 @@ _NO_WAITING = "disable_synchronize_execution_providers"
 class CudaSession:
     """A session, and its caches once `allocate_caches` was called. Arguments as for `CudaDecoder`.
 
-    `samples`: whether the graph is to choose tokens (`passes.bind_sampling`).
+    `samples`: whether the graph is to choose tokens (`passes.bind_sampling`). `profile`: where ONNX Runtime's own
+    profile of the session goes, see `end_profile`.
 
     Raises KilnError when the graph cannot be loaded or does not follow the schema.
     """
@@ -40,6 +41,7 @@ class CudaSession:
         window: int | None,
         options: Mapping[str, str],
         samples: bool = False,
+        profile: Path | None = None,
     ) -> None:
         import onnxruntime
 
@@ -47,7 +49,14 @@ class CudaSession:
         graph = None if window is None else graph_with_window(engine, window)
         own = {} if runtime.provider == CPU else _stream_options(runtime)
         self._session = session_from_file(
-            engine, runtime.provider, plugins, 1, config=_CONFIG, graph=graph, provider_options={**options, **own}
+            engine,
+            runtime.provider,
+            plugins,
+            1,
+            config=_CONFIG,
+            graph=graph,
+            profile=profile,
+            provider_options={**options, **own},
         )
         check_serving_graph(engine, self._session, kv, (), samples=samples)
         self.vocabulary: int = next(node for node in self._session.get_outputs() if node.name == LOGITS).shape[1]
@@ -125,6 +134,15 @@ class CudaSession:
             )
             text = ort_message(error) if shortage_in(error) is None else " ".join(str(error).split()) + short
             raise KilnError(f"the step failed: {text}") from error
+
+    @property
+    def profile_start(self) -> int:
+        """When a profile's clock began, in nanoseconds of `time.time_ns`."""
+        return int(self._session.get_profiling_start_time_ns())
+
+    def end_profile(self) -> Path:
+        """The JSON file of a session made with `profile`; nothing more is written to it."""
+        return Path(self._session.end_profiling())
 
     def close(self) -> None:
         """Free session and caches, after all bindings of it are gone. A second call does nothing."""

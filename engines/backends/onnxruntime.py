@@ -248,6 +248,11 @@ class OnnxRuntimeModel:
             raise KilnError(f"the model failed on inputs of shape {shapes}: {ort_message(error)}") from error
         return dict(zip(self._output_names, results, strict=True))
 
+    @property
+    def profile_start(self) -> int:
+        """When a profile's clock began, in nanoseconds of `time.time_ns`."""
+        return int(self._session.get_profiling_start_time_ns())
+
     def end_profile(self) -> Path:
         """The JSON file of a session made with `profile`; nothing more is written to it."""
         return Path(self._session.end_profiling())

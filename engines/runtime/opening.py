@@ -1,6 +1,7 @@
 """From a bundle to what an engine is made of: backend, cache account, and how it is served unless somebody says."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from engines.backends.base import DecoderBackend, InferBackend
 from engines.backends.cuda_decoder import CudaDecoder
@@ -75,7 +76,7 @@ def decoder_backend(
         kv_blocks = config.max_running * ring_blocks(window, config.tokens_per_step, decoder.kv.block_size)
     if bundle.manifest.backend.provider == CUDA:
         ladder = ladder or default_ladder(bundle.manifest, config.max_running)
-        return _cuda_decoder(bundle, decoder, config, kv_blocks, swap_blocks, window, ladder)
+        return cuda_decoder(bundle, decoder, config, kv_blocks, swap_blocks, window, ladder)
     if kv_blocks is None:
         kv_blocks = default_kv_blocks(decoder, config.max_running)
     kind = LaunchingDecoder if samples(output.name for output in bundle.manifest.outputs) else OnnxRuntimeDecoder
@@ -91,7 +92,7 @@ def decoder_backend(
     )
 
 
-def _cuda_decoder(
+def cuda_decoder(
     bundle: EngineBundle,
     decoder: DecoderSpec,
     config: SchedulerConfig,
@@ -99,8 +100,12 @@ def _cuda_decoder(
     swap_blocks: int,
     window: int | None,
     ladder: Sequence[int],
+    profile: Path | None = None,
 ) -> CudaDecoder:
-    """On the first CUDA device; without `kv_blocks` the cache takes what is left there, as far as it is of use."""
+    """On the first CUDA device; without `kv_blocks` the cache takes what is left there, as far as it is of use.
+
+    `profile` as for `CudaDecoder`.
+    """
     runtime = CudaRuntime()
     built = bundle.manifest.sku
     if bundle.manifest.plugins and not runs_code_of(built.arch, runtime.arch):
@@ -121,6 +126,7 @@ def _cuda_decoder(
         ladder=ladder,
         options=bundle.manifest.backend.options,
         runtime=runtime,
+        profile=profile,
     )
 
 

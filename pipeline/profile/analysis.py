@@ -2,7 +2,8 @@
 
 An operator is bound by what takes longer at best, its operations or its bytes; or by launching it, where both take less
 than any call of an operator does. A phase is bound by what most of its time goes to; the rest of it is the host's
-(scheduling, packing, choosing tokens) and the dispatch of operators, which counts as launching.
+(scheduling, packing, choosing tokens) and the dispatch of operators, which counts as launching. On a device, operators
+are its kernels, dispatch is its waiting between the first and the last kernel of a step, and the host's is the rest.
 """
 
 import statistics
@@ -39,8 +40,8 @@ class Phase:
 
     tokens      tokens, or samples, that one pass handles
     seconds     of a pass as its caller sees it
-    host        of it outside the backend
-    dispatch    of it in the backend, but in no operator
+    host        of it outside the backend; outside a device's steps
+    dispatch    of it in the backend, or a device's steps, but in no operator
     """
 
     name: str
@@ -52,8 +53,9 @@ class Phase:
     operators: tuple[OperatorTime, ...]
     passes: int
     streamed: bool
+    on_device: bool
     slowdown: float
-    """Seconds in the backend with the profiler, by those without it."""
+    """Seconds in the backend with the profiler, by those without it; of a device's steps, by the whole pass."""
 
     @property
     def in_operators(self) -> float:
@@ -113,12 +115,17 @@ def phase_from_passes(
     profiled: Sequence[Sequence[Run]],
     works: Mapping[int, CallWork],
     roofline: Roofline,
+    on_device: bool = False,
 ) -> Phase:
-    """`plain` passes ran without the profiler; `profiled` has the runs of each with it, `works` go by node index."""
+    """`plain` passes ran without the profiler; `profiled` has the runs of each with it, `works` go by node index.
+
+    `on_device`: what a step takes is what its run does there, from first to last; on the host steps may overlap.
+    """
     fastest = _fastest(plain, lambda one: one.seconds)
     seconds = statistics.mean(one.seconds for one in fastest)
-    in_backend = statistics.mean(one.in_backend for one in fastest)
     chosen = _fastest(profiled, lambda runs: sum(run.seconds for run in runs))
+    in_runs = statistics.mean(sum(run.seconds for run in runs) for runs in chosen)
+    in_backend = min(in_runs, seconds) if on_device else statistics.mean(one.in_backend for one in fastest)
     times: dict[int, float] = {}
     names: dict[int, tuple[str, str]] = {}
     for call in (call for runs in chosen for run in runs for call in run.calls):
@@ -126,7 +133,7 @@ def phase_from_passes(
         names[call.index] = (call.name, call.operator)
     streamed = sum(work.weights + work.cache for work in works.values()) > roofline.cached
     idle = [times[index] for index in times if not works[index].bytes]
-    least = statistics.median(idle) if idle else _LEAST_CALL
+    least = roofline.call or (statistics.median(idle) if idle else _LEAST_CALL)
     operators = []
     for index, (node, operator) in names.items():
         work = works[index]
@@ -143,7 +150,8 @@ def phase_from_passes(
         operators=tuple(operators),
         passes=len(plain),
         streamed=streamed,
-        slowdown=statistics.mean(sum(run.seconds for run in runs) for runs in chosen) / in_backend,
+        on_device=on_device,
+        slowdown=in_runs / in_backend,
     )
 
 

@@ -50,7 +50,8 @@ def html_from_profile(profile: Profile) -> str:
             settings={
                 "roofline": roofline_sentence(profile.roofline),
                 "bundle": profile.bundle.sha256,
-                "threads": str(profile.threads),
+                "ran on": profile.processor,
+                **({} if profile.threads is None else {"threads": str(profile.threads)}),
                 **profile.machine,
                 **{f"{name} version": text for name, text in profile.versions.items()},
             },
@@ -112,12 +113,12 @@ def _draw_roofs(axes: "Axes", roofline: Roofline, phase: Phase, rows: Sequence[O
         )  # fmt: skip
     axes.plot([roofline.peak / roofline.cache, most], [roofline.peak] * 2, color=SIDE_B, linewidth=1.2)
     axes.annotate(
-        f"FP32 peak, {roofline.peak / 1e9:.0f} Gop/s", (most, roofline.peak), xytext=(0, 3), ha="right",
-        textcoords="offset points", color=MUTED, fontsize=8,
+        f"peak in {roofline.peak_of}, {roofline.peak / 1e9:.0f} Gop/s", (most, roofline.peak), xytext=(0, 3),
+        textcoords="offset points", color=MUTED, fontsize=8, ha="right",
     )  # fmt: skip
     products = max((node.work.rows for node in phase.operators), default=0)
     if products:
-        ceiling = roofline.product_rate("fp32", products)
+        ceiling = roofline.product_rate(roofline.peak_of, products)
         axes.plot([ceiling / roofline.cache, most], [ceiling] * 2, color=GRID, linestyle="--", linewidth=1.2)
         axes.annotate(
             f"products of {products} rows", (most, ceiling), xytext=(0, -9), ha="right", textcoords="offset points",

@@ -1,8 +1,6 @@
 """`kiln profile`: where the time of a bundle's requests goes, and what limits it on this machine.
 
-A bundle is opened three times, one after the other: as it is served, for the times; with ONNX Runtime's profiler, for
-the operators; and with weights left as they are stored, because packed ones have no shape, for the work of each.
-Requests go through the runtime that serves them.
+Requests go through the runtime that serves them. How operators are timed depends on the machine: `on_cpu`, `on_device`.
 """
 
 import tempfile
@@ -15,41 +13,34 @@ from engines.backends.onnxruntime import CPU
 from engines.bundle import EngineBundle, open_bundle
 from engines.runtime.opening import check_plugins
 from pipeline.compare.machine import machine_description, package_versions
-from pipeline.operator_work import Arithmetic, CallWork, call_work
+from pipeline.device_limits import require_torch_cuda
 from pipeline.profile.analysis import Phase, phase_from_passes
-from pipeline.profile.ort_events import Run, runs_from_profile
-from pipeline.profile.recording import (
-    Pass,
-    Step,
-)
+from pipeline.profile.device_roofline import measure_device_roofline
+from pipeline.profile.on_cpu import measure_on_cpu
+from pipeline.profile.on_device import measure_on_device
+from pipeline.profile.playing import Measured, Traced
 from pipeline.profile.roofline import Roofline, best_roofline, measure_roofline
 from pipeline.profile.wastes import Waste, wastes_from_phase
-from pipeline.profile.workloads import Kind, ProfileConfig, Session, decoder_workload, plain_workload
+from pipeline.profile.workloads import Kind, ProfileConfig, decoder_workload, plain_workload
 from pipeline.progress import Progress
+from plugins.cuda_runtime import PROVIDER as CUDA
+from plugins.cuda_runtime import CudaRuntime
 from plugins.errors import KilnError
 from plugins.measure import usable_cpus
-from plugins.paged_attention.schema import OP_TYPE
-
-_UNPACKED = {"session.disable_prepacking": "1"}
-_ARITHMETICS: tuple[Arithmetic, ...] = ("fp32", "int8")
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A pass with the profiler: its steps by the process's clock, and what ran in each."""
-
-    steps: tuple[Step, ...]
-    runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything that was found. `wastes` and `traced` go by the phase's name."""
+    """Everything that was found. `wastes` and `traced` go by the phase's name.
+
+    `processor` is what operators ran on, in words; `threads` is None on a device.
+    """
 
     created: str
     bundle: EngineBundle
     config: ProfileConfig
-    threads: int
+    processor: str
+    threads: int | None
     machine: Mapping[str, str]
     versions: Mapping[str, str]
     roofline: Roofline
@@ -59,103 +50,78 @@ class Profile:
 
 
 def profile(bundle_path: Path, config: ProfileConfig, progress: Progress) -> Profile:
-    """Profile a bundle on this machine. Raises KilnError for one that must not be opened, or is not for a CPU."""
+    """Profile a bundle on this machine. Raises KilnError for one that cannot be opened or profiled here."""
     bundle = open_bundle(bundle_path)
     check_plugins(bundle)
-    if bundle.manifest.backend.provider != CPU:
-        raise KilnError(
-            f"{bundle_path} runs on {bundle.manifest.backend.provider}; kiln profile reads ONNX Runtime's profile on "
-            f"{CPU} only: use Nsight Systems on kiln bench there"
-        )
+    provider = bundle.manifest.backend.provider
+    if provider == CUDA:
+        return _profile_on_device(bundle, config, progress)
+    if provider == CPU:
+        return _profile_on_cpu(bundle, config, progress)
+    raise KilnError(f"{bundle_path} runs on {provider}; kiln profile knows {CPU} and {CUDA}: use Nsight Systems there")
+
+
+def _profile_on_cpu(bundle: EngineBundle, config: ProfileConfig, progress: Progress) -> Profile:
     threads = config.threads or usable_cpus()
-    kinds, session, windows = (decoder_workload if bundle.manifest.decoder else plain_workload)(bundle, config, threads)
-    rows = {1} | {count for kind in kinds for count in (kind.tokens, 2 * kind.tokens)}
+    kinds, session = (decoder_workload if bundle.manifest.decoder else plain_workload)(bundle, config, threads)
     with progress.stage("measure the roofline"):
-        before = measure_roofline(threads, rows, _ARITHMETICS)
+        before = measure_roofline(threads, _rows(kinds))
     with tempfile.TemporaryDirectory(prefix="kiln-profile-") as folder:
-        plain, _ = _played(kinds, session, None, progress, "run")
-        profiled, events = _played(kinds, session, Path(folder) / "timed", progress, "run with the profiler")
-        with progress.stage("count operations and bytes"):
-            works = _works(kinds, session, Path(folder) / "work", profiled, windows)
+        measured = measure_on_cpu(kinds, session, Path(folder), progress)
     with progress.stage("measure the roofline again"):
-        roofline = best_roofline(before, measure_roofline(threads, rows, _ARITHMETICS))
-    phases, traced = [], {}
+        roofline = best_roofline(before, measure_roofline(threads, _rows(kinds)))
+    return _profile_from_measured(bundle, config, kinds, measured, roofline, machine_description()["cpu"], threads)
+
+
+def _profile_on_device(bundle: EngineBundle, config: ProfileConfig, progress: Progress) -> Profile:
+    if config.threads is not None:
+        raise KilnError(f"threads is {config.threads}, but {bundle.path} runs on a GPU: leave it out")
+    require_torch_cuda("the profile of an engine on a GPU")
+    runtime = CudaRuntime()
+    processor = runtime.name
+    runtime.close()
+    kinds, session = (decoder_workload if bundle.manifest.decoder else plain_workload)(bundle, config, 1)
+    fp32 = bundle.manifest.precision == "fp32"
+    with progress.stage("measure the roofline"):
+        before = measure_device_roofline(_rows(kinds), fp32)
+    with tempfile.TemporaryDirectory(prefix="kiln-profile-") as folder:
+        measured = measure_on_device(kinds, session, Path(folder), progress)
+    with progress.stage("measure the roofline again"):
+        roofline = best_roofline(before, measure_device_roofline(_rows(kinds), fp32))
+    return _profile_from_measured(bundle, config, kinds, measured, roofline, processor, None)
+
+
+def _rows(kinds: Sequence[Kind]) -> set[int]:
+    """Of products of the phases, and of twice their batch."""
+    return {1} | {count for kind in kinds for count in (kind.tokens, 2 * kind.tokens)}
+
+
+def _profile_from_measured(
+    bundle: EngineBundle,
+    config: ProfileConfig,
+    kinds: Sequence[Kind],
+    measured: Measured,
+    roofline: Roofline,
+    processor: str,
+    threads: int | None,
+) -> Profile:
+    phases = []
     for kind in kinds:
-        runs = [[events[step.number] for step in one.steps] for one in profiled[kind.name]]
+        runs = [one.runs for one in measured.traced[kind.name]]
+        plain, works = measured.plain[kind.name], measured.works[kind.name]
         phases.append(
-            phase_from_passes(kind.name, kind.title, kind.tokens, plain[kind.name], runs, works[kind.name], roofline)
+            phase_from_passes(kind.name, kind.title, kind.tokens, plain, runs, works, roofline, threads is None)
         )
-        middle = len(runs) // 2
-        traced[kind.name] = Traced(profiled[kind.name][middle].steps, tuple(runs[middle]))
     return Profile(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         bundle=bundle,
         config=config,
+        processor=processor,
         threads=threads,
         machine=machine_description(),
-        versions={"kiln": bundle.manifest.kiln_version, **package_versions("onnxruntime")},
+        versions={"kiln": bundle.manifest.kiln_version, **package_versions("onnxruntime", "onnxruntime-gpu")},
         roofline=roofline,
         phases=tuple(phases),
         wastes={phase.name: wastes_from_phase(phase, roofline, bundle.manifest, threads) for phase in phases},
-        traced=traced,
-    )
-
-
-def _played(
-    kinds: Sequence[Kind], session: Session, file: Path | None, progress: Progress, what: str
-) -> tuple[dict[str, list[Pass]], list[Run]]:
-    """Passes by phase, and with a profile's `file` the runs of all steps."""
-    with progress.stage(f"{what}: open"):
-        backend = session.open(file, None)
-    recorder = session.watch(backend)
-    passes = {}
-    with session.engine(recorder) as engine:
-        for kind in kinds:
-            with progress.stage(f"{what}: {kind.title}"):
-                passes[kind.name] = kind.play(engine, recorder)
-    runs = [] if file is None else runs_from_profile(backend.end_profile())
-    backend.close()
-    if file is not None and len(runs) != len(recorder.steps):
-        raise KilnError(
-            f"ONNX Runtime's profile has {len(runs)} runs, but {len(recorder.steps)} steps were made; it keeps about a "
-            "million events: profile fewer --tokens"
-        )
-    return passes, runs
-
-
-def _works(
-    kinds: Sequence[Kind],
-    session: Session,
-    file: Path,
-    passes: Mapping[str, Sequence[Pass]],
-    windows: Sequence[int | None],
-) -> dict[str, dict[int, CallWork]]:
-    """Work by node index of the middle pass of each phase, from running it once more."""
-    backend = session.open(file, _UNPACKED)
-    middles = {kind.name: passes[kind.name][len(passes[kind.name]) // 2] for kind in kinds}
-    for kind in kinds:
-        session.replay(backend, kind, middles[kind.name])
-    runs = iter(runs_from_profile(backend.end_profile()))
-    backend.close()
-    works: dict[str, dict[int, CallWork]] = {}
-    for kind in kinds:
-        total: dict[int, CallWork] = {}
-        for step in middles[kind.name].steps:
-            layers = iter(windows)
-            for call in next(runs).calls:
-                window = next(layers) if call.operator == OP_TYPE else None
-                work = call_work(call.arguments, step.sequences, window)
-                total[call.index] = _sum(total[call.index], work) if call.index in total else work
-        works[kind.name] = total
-    return works
-
-
-def _sum(first: CallWork, second: CallWork) -> CallWork:
-    return CallWork(
-        first.operations + second.operations,
-        first.arithmetic,
-        max(first.rows, second.rows),
-        first.weights + second.weights,
-        first.cache + second.cache,
-        first.activations + second.activations,
+        traced={kind.name: measured.traced[kind.name][len(measured.traced[kind.name]) // 2] for kind in kinds},
     )

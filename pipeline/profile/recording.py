@@ -4,6 +4,7 @@ Knows nothing of operators.
 """
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,7 +12,15 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.backends.base import DecoderBackend, InferBackend, StepInputs
+from engines.backends.base import (
+    DecoderBackend,
+    InferBackend,
+    Int32Array,
+    LaunchingBackend,
+    SamplingInputs,
+    StepInputs,
+    StepResult,
+)
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, SamplingParams
 from pipeline.operator_work import SequenceStep
@@ -19,14 +28,27 @@ from plugins.errors import KilnError
 
 
 @dataclass(frozen=True)
+class Launch:
+    """What a step was launched with, beside its inputs."""
+
+    sampling: SamplingInputs
+    feed: Int32Array
+    logits: bool
+
+
+@dataclass(frozen=True)
 class Step:
-    """One call of a backend, in seconds of `time.perf_counter`. `number` counts the backend's calls from 0."""
+    """One call of a backend, in seconds of `time.perf_counter`. `number` counts the backend's calls from 0.
+
+    A launched step ends when it was collected; others may have been under way meanwhile.
+    """
 
     number: int
     start: float
     end: float
     sequences: tuple[SequenceStep, ...] = ()
     inputs: StepInputs | None = None
+    launch: Launch | None = None
 
     @property
     def seconds(self) -> float:
@@ -65,17 +87,55 @@ class RecordingDecoder:
     def step(self, inputs: StepInputs) -> NDArray[np.float32]:
         start = time.perf_counter()
         logits = self.backend.step(inputs)
+        self._note(start, inputs)
+        return logits
+
+    def _note(self, start: float, inputs: StepInputs, launch: Launch | None = None) -> None:
         end = time.perf_counter()
         new = np.diff(inputs.cumulative_sequence_length).tolist()
         sequences = tuple(map(SequenceStep, new, inputs.past_seqlens.tolist()))
-        self.steps.append(Step(len(self.steps), start, end, sequences, inputs))
-        return logits
+        self.steps.append(Step(len(self.steps), start, end, sequences, inputs, launch))
 
     def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
         self.backend.move_blocks(moves)
 
     def close(self) -> None:
         """Does nothing: who made the backend reads its profile first."""
+
+
+@dataclass
+class RecordingLauncher(RecordingDecoder):
+    """Implements `LaunchingBackend` over another one, so that an engine runs ahead as it does when it serves."""
+
+    backend: LaunchingBackend
+    _launched: deque[tuple[float, StepInputs, Launch]] = field(default_factory=deque)
+
+    def launch(self, inputs: StepInputs, sampling: SamplingInputs, feed: Int32Array, *, logits: bool) -> None:
+        start = time.perf_counter()
+        self.backend.launch(inputs, sampling, feed, logits=logits)
+        self._launched.append((start, inputs, Launch(sampling, feed, logits)))
+
+    def collect(self) -> StepResult:
+        start, inputs, launch = self._launched.popleft()
+        result = self.backend.collect()
+        self._note(start, inputs, launch)
+        return result
+
+
+def recorder_of_decoder(backend: DecoderBackend) -> RecordingDecoder:
+    """One that can do what the backend can."""
+    return RecordingLauncher(backend) if isinstance(backend, LaunchingBackend) else RecordingDecoder(backend)
+
+
+def run_again(backend: DecoderBackend, step: Step) -> None:
+    """A recorded step, to its end, on a backend of the same kind; it writes to the same places of the cache."""
+    assert step.inputs is not None
+    if step.launch is None:
+        backend.step(step.inputs)
+    else:
+        assert isinstance(backend, LaunchingBackend)
+        backend.launch(step.inputs, step.launch.sampling, step.launch.feed, logits=step.launch.logits)
+        backend.collect()
 
 
 @dataclass
@@ -118,16 +178,21 @@ def prefill_passes(engine: Engine, recorder: RecordingDecoder, prompts: Sequence
 def decode_passes(
     engine: Engine, recorder: RecordingDecoder, prompts: Sequence[tuple[int, ...]], tokens: int
 ) -> list[Pass]:
-    """Steps in which all prompts decode, each from its start to that of the next one."""
+    """Steps in which all prompts decode, each from the end of the one before to its own.
+
+    The last launched step is left out: nothing is launched while it runs, so that the host takes less than it does.
+    """
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     first = len(recorder.steps)
     for stream in [engine.submit(Request(prompt, sampling)) for prompt in prompts]:
         stream.result()
     steps = recorder.steps[first:]
+    if steps[-1].launch is not None:
+        steps.pop()
     passes = [
-        Pass((step,), following.start - step.start)
-        for step, following in pairwise(steps)
-        if len(step.sequences) == len(following.sequences) == len(prompts) and step.decodes and following.decodes
+        Pass((step,), step.end - before.end)
+        for before, step in pairwise(steps)
+        if len(before.sequences) == len(step.sequences) == len(prompts) and before.decodes and step.decodes
     ]
     if len(passes) < 2:
         raise KilnError(

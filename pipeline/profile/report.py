@@ -19,7 +19,8 @@ from pipeline.profile.analysis import (
 )
 from pipeline.profile.profiling import Profile
 from pipeline.profile.roofline import Roofline
-from pipeline.profile.wastes import SHOWN, Waste
+from pipeline.profile.waste import Waste
+from pipeline.profile.wastes import SHOWN
 
 _MOST_ROWS = 10
 _MOST_SLOWDOWN = 1.25
@@ -63,7 +64,8 @@ def roofline_sentence(roofline: Roofline) -> str:
     )
     return (
         f"Roofline measured here: memory {roofline.memory / 1e9:.1f} GB/s, caches {roofline.cache / 1e9:.1f} GB/s, "
-        f"peak {roofline.peak / 1e9:.0f} Gop/s in FP32, ridge at {roofline.ridge:.1f} operations a byte; {rates}."
+        f"peak {roofline.peak / 1e9:.0f} Gop/s in {roofline.peak_of}, ridge at {roofline.ridge:.1f} operations a byte; "
+        f"{rates}."
     )
 
 
@@ -101,8 +103,9 @@ def waste_sentence(waste: Waste, phase: Phase) -> str:
 def tables_from_profile(profile: Profile) -> RenderableType:
     """As the terminal shows it."""
     manifest = profile.bundle.manifest
+    threads = "" if profile.threads is None else f", {profile.threads} threads"
     parts: list[RenderableType] = [
-        Text(f"{manifest.name} on {profile.machine['cpu']}, {profile.threads} threads", "bold"),
+        Text(f"{manifest.name} on {profile.processor}{threads}", "bold"),
         Text(roofline_sentence(profile.roofline)),
     ]
     for phase in profile.phases:
@@ -130,6 +133,7 @@ def json_from_profile(profile: Profile) -> str:
         "bundle": str(profile.bundle.path),
         "sha256": profile.bundle.sha256,
         "name": profile.bundle.manifest.name,
+        "processor": profile.processor,
         "threads": profile.threads,
         "machine": dict(profile.machine),
         "versions": dict(profile.versions),

@@ -10,7 +10,8 @@ from typing import Any
 
 from pipeline.page import write_text
 from pipeline.profile.analysis import Phase
-from pipeline.profile.profiling import Profile, Traced
+from pipeline.profile.playing import Traced
+from pipeline.profile.profiling import Profile
 
 _RUNTIME, _OPERATORS = 1, 2
 
@@ -52,6 +53,7 @@ def _phase_events(process: int, phase: Phase, traced: Traced) -> list[dict[str, 
                 "operations_per_byte": node.work.intensity,
                 "least_us": node.best * 1e6,
                 "bound_by": node.bound,
+                **{name: call.arguments[name] for name in ("kernel",) if name in call.arguments},
             }
             events.append(_event(process, _OPERATORS, call.operator, call.start + shift, call.seconds, arguments))
         before = step.end

@@ -1,28 +1,33 @@
 """What a profile runs: the phases of a bundle, how it is opened for them, and the requests of each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
+from engines.backends.base import DecoderBackend
+from engines.backends.onnxruntime import CPU, OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.bundle import EngineBundle
 from engines.runtime.batch_queue import BatchingConfig
 from engines.runtime.engine import Engine
+from engines.runtime.opening import cuda_decoder, default_ladder
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.sequence import blocks_for
 from engines.runtime.tokenizer import Tokenizer
 from pipeline.compare.inputs import input_specs_from_graph, sample_of_batch
-from pipeline.floors import decoder_work_from_graph
+from pipeline.profile.graph_facts import GraphFacts, facts_of_decoder
 from pipeline.profile.recording import (
     Pass,
     RecordingDecoder,
     RecordingModel,
+    Step,
     call_passes,
     decode_passes,
     prefill_passes,
+    recorder_of_decoder,
+    run_again,
 )
 from plugins.errors import KilnError
 
@@ -73,13 +78,14 @@ class Session:
     open: Callable[[Path | None, Mapping[str, str] | None], Any]
     watch: Callable[[Any], Any]
     engine: Callable[[Any], Engine]
-    replay: Callable[[Any, Kind, Pass], object]
-    """Run the steps of a pass again."""
+    replay: Callable[[Any, Kind, Step], object]
+    """Run a step again, to its end."""
+    facts: GraphFacts
+    at_opening: int = 0
+    """Runs that a session with the profiler makes while it is opened."""
 
 
-def decoder_workload(
-    bundle: EngineBundle, config: ProfileConfig, threads: int
-) -> tuple[list[Kind], Session, Sequence[int | None]]:
+def decoder_workload(bundle: EngineBundle, config: ProfileConfig, threads: int) -> tuple[list[Kind], Session]:
     decoder = bundle.manifest.decoder
     assert decoder is not None
     longest = decoder.max_context - 1
@@ -104,7 +110,12 @@ def decoder_workload(
     size = decoder.kv.block_size
     blocks = max(blocks_for(length + 1, size), most * blocks_for(start + new, size)) + 1
 
-    def open_backend(file: Path | None, entries: Mapping[str, str] | None) -> OnnxRuntimeDecoder:
+    on_cpu = bundle.manifest.backend.provider == CPU
+    ladder = () if on_cpu else default_ladder(bundle.manifest, most)
+
+    def open_backend(file: Path | None, entries: Mapping[str, str] | None) -> DecoderBackend:
+        if not on_cpu:  # whose operators take weights as they are stored, so that `entries` have nothing to say
+            return cuda_decoder(bundle, decoder, scheduling, blocks, 0, None, ladder, profile=file)
         return OnnxRuntimeDecoder(
             bundle.engine_path,
             decoder.kv,
@@ -115,29 +126,23 @@ def decoder_workload(
             profile=file,
         )
 
-    def replay(backend: OnnxRuntimeDecoder, kind: Kind, one: Pass) -> None:
-        for step in one.steps:
-            assert step.inputs is not None
-            backend.step(step.inputs)
-
     tokenizer = Tokenizer(bundle.tokenizer_path) if bundle.tokenizer_path else None
     session = Session(
         open_backend,
-        RecordingDecoder,
+        recorder_of_decoder,
         lambda recorder: Engine.from_decoder(recorder, decoder, tokenizer, scheduling),
-        replay,
+        lambda backend, kind, step: run_again(backend, step),
+        facts_of_decoder(bundle.engine_path, decoder),
+        len(ladder),
     )
     kinds = [Kind(f"prefill_{length}", f"prefill, {length} tokens", length, prefill)]
     for batch in config.batches:
         title = f"decode, batch {batch}, context {start + new // 2}"
         kinds.append(Kind(f"decode_batch_{batch}", title, batch, decode(batch)))
-    layers = decoder_work_from_graph(bundle.engine_path, decoder).layers
-    return kinds, session, [layer.window for layer in layers]
+    return kinds, session
 
 
-def plain_workload(
-    bundle: EngineBundle, config: ProfileConfig, threads: int
-) -> tuple[list[Kind], Session, Sequence[int | None]]:
+def plain_workload(bundle: EngineBundle, config: ProfileConfig, threads: int) -> tuple[list[Kind], Session]:
     specs = input_specs_from_graph(bundle.engine_path, bundle.manifest.inputs)
     kinds, feeds = [], {}
     for batch in config.batches:
@@ -155,7 +160,13 @@ def plain_workload(
 
     def open_backend(file: Path | None, entries: Mapping[str, str] | None) -> OnnxRuntimeModel:
         return OnnxRuntimeModel(
-            bundle.engine_path, plugins=bundle.plugin_paths, threads=threads, config=entries, profile=file
+            bundle.engine_path,
+            provider=bundle.manifest.backend.provider,
+            plugins=bundle.plugin_paths,
+            threads=threads,
+            config=entries,
+            profile=file,
+            options=bundle.manifest.backend.options,
         )
 
     batching = BatchingConfig(max_batch=max(kind.tokens for kind in kinds))
@@ -163,6 +174,7 @@ def plain_workload(
         open_backend,
         RecordingModel,
         lambda recorder: Engine.from_model(recorder, batching=batching),
-        lambda backend, kind, one: [backend.infer(feeds[kind.name]) for _ in one.steps],
+        lambda backend, kind, step: backend.infer(feeds[kind.name]),
+        GraphFacts(),
     )
-    return kinds, session, ()
+    return kinds, session

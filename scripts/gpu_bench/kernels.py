@@ -2,8 +2,11 @@
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from pipeline.device_trace import record_device
 
 MOST = 14
 """Kernels that a table names."""
@@ -23,20 +26,17 @@ def kernels_of(run: Callable[[], object], runs: int) -> tuple[list[Kernel], floa
 
     `run` must have finished its work on the device when it returns.
     """
-    from torch.profiler import ProfilerActivity, profile
-
     run()
     start = time.perf_counter()
     for _ in range(runs):
         run()
     taken = (time.perf_counter() - start) / runs * 1e6
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(runs):
-            run()
-    found = [
-        Kernel(event.key, event.self_device_time_total / runs, event.count / runs) for event in seen.key_averages()
-    ]
-    return sorted((kernel for kernel in found if kernel.microseconds), key=lambda kernel: -kernel.microseconds), taken
+    activities = record_device(lambda: [run() for _ in range(runs)])
+    calls = Counter(activity.name for activity in activities)
+    spent: Counter[str] = Counter()
+    for activity in activities:
+        spent[activity.name] += activity.span.end - activity.span.start
+    return [Kernel(name, whole / 1e3 / runs, calls[name] / runs) for name, whole in spent.most_common()], taken
 
 
 def kernel_table(title: str, kernels: list[Kernel], taken: float) -> str:

@@ -1,4 +1,4 @@
-"""The device's limits, and Kiln's attention kernels against them: scripts/bench_cuda_attention.py's measurements.
+"""The device's limits, and Kiln's attention kernels against them, as scripts/bench_cuda_attention.py measures those.
 
 Needs torch with CUDA, which measures; the engine itself runs without.
 """
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpu_bench.figures import Figure
+from pipeline.device_limits import copy_bandwidth, product_rate
 
 DECODE = ((1, 4096), (8, 4096), (64, 512), (64, 4096), (256, 1024))
 """Sequences and their lengths."""
@@ -27,8 +28,6 @@ class DeviceLimits:
 
 
 def measure_device() -> DeviceLimits:
-    from bench_cuda_attention import copy_bandwidth, product_rate
-
     return DeviceLimits(copy_bandwidth(), product_rate())
 
 

@@ -24,7 +24,9 @@ from pipeline.floors import decoder_work_from_graph
 from pipeline.gate.config import GateConfig
 from pipeline.gate.report import GateFailedError
 from pipeline.load import load
+from pipeline.operator_work import LowBitProduct
 from pipeline.optimize import OptimizeConfig, optimize
+from pipeline.profile.graph_facts import facts_of_decoder
 from pipeline.progress import Progress
 from pipeline.quantize import judging, sku_speed
 from pipeline.quantize.building import quantised_engine
@@ -89,6 +91,15 @@ def test_the_engine_has_quantised_products_between_ends_of_sixteen_bits(int8) ->
     assert not nodes_of(bundle.engine_path, "MatMul")
     assert {path.name for path in bundle.path.iterdir()} >= {"engine.onnx", "quantization", "tokenizer", "plugins"}
     assert not (bundle.path / "work").exists()
+
+
+def test_a_profile_knows_what_its_products_multiply_in(int8) -> None:
+    bundle = int8[0][0]
+    facts = facts_of_decoder(bundle.engine_path, bundle.manifest.decoder)
+    products = nodes_of(bundle.engine_path, "QuantLinear") | nodes_of(bundle.engine_path, "QuantLinearSwiGlu")
+    assert set(facts.low_bit) == set(products)
+    assert set(facts.low_bit.values()) == {LowBitProduct("int8", 32)}
+    assert facts.windows == (None, None)
 
 
 def test_the_cache_is_int8_as_the_cuda_decoder_opens_it(int8) -> None:

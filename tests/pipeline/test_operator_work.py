@@ -6,19 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.operator_work import SequenceStep, call_work, product_operations
+from pipeline.operator_work import ITEMSIZE, Arithmetic, LowBitProduct, SequenceStep, call_work, product_operations
 
 
 def call(
-    name: str, inputs: list[tuple[str, list[int]]], output: list[int], parameters: int = 0, activations: int = 0
+    name: str,
+    inputs: list[tuple[str, list[int]]],
+    output: list[int],
+    parameters: int = 0,
+    activations: int = 0,
+    kind: str = "float",
 ) -> dict[str, Any]:
     return {
         "op_name": name,
         "input_type_shape": [{kind: shape} for kind, shape in inputs],
-        "output_type_shape": [{"float": output}],
+        "output_type_shape": [{kind: output}],
         "parameter_size": str(parameters),
         "activation_size": str(activations),
-        "output_size": str(4 * _elements(output)),
+        "output_size": str(ITEMSIZE[kind] * _elements(output)),
     }
 
 
@@ -77,3 +82,57 @@ def test_pairs_and_reach_are_those_of_a_mask(new: int, past: int, window: int | 
     step = SequenceStep(new, past)
     assert step.pairs(window) == len(seen)
     assert step.reach(window) == len({key for _, key in seen})
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_products_of_16_bits_on_a_gpu(half: str) -> None:
+    """Weights lie as [width, depth]; the gated one makes one output of two products."""
+    one = call_work(call("Linear", [(half, [5, 64]), (half, [48, 64])], [5, 48], 48 * 64 * 2, 5 * 64 * 2, half))
+    assert (one.operations, one.rows, one.arithmetic) == (2 * 5 * 64 * 48, 5, "16-bit")
+    assert (one.weights, one.activations) == (48 * 64 * 2, 5 * 64 * 2 + 5 * 48 * 2)
+    gated = call_work(call("LinearSwiGlu", [(half, [5, 64]), (half, [96, 64])], [5, 48], 96 * 64 * 2, 640, half))
+    assert (gated.operations, gated.rows, gated.arithmetic) == (2 * one.operations, 5, "16-bit")
+
+
+@pytest.mark.parametrize(
+    ("low_bit", "rows", "arithmetic"),
+    [
+        (LowBitProduct("int8", 32), 32, "16-bit"),
+        (LowBitProduct("int8", 32), 33, "int8"),
+        (LowBitProduct("float8e4m3fn", 0), 1, "float8"),
+        (LowBitProduct("int4", 32), 4096, "16-bit"),
+    ],
+)
+def test_products_of_fewer_bits_on_a_gpu(low_bit: LowBitProduct, rows: int, arithmetic: Arithmetic) -> None:
+    depth, width = 128, 48
+    size = width * depth // (2 if low_bit.format == "int4" else 1)
+    inputs = [("bfloat16", [rows, depth]), ("uint8", [width, size // width]), ("float", [1, width])]
+    found = call_work(call("QuantLinear", inputs, [rows, width], size + 4 * width, 0, "bfloat16"), low_bit=low_bit)
+    assert (found.operations, found.rows, found.arithmetic) == (2 * rows * depth * width, rows, arithmetic)
+    assert found.weights == size + 4 * width
+
+
+@pytest.mark.parametrize(("kind", "scales", "row"), [("bfloat16", 0, 2 * 16 * 2), ("int8", 2, 2 * (16 + 2 * 4))])
+def test_attention_of_16_bits(kind: str, scales: int, row: int) -> None:
+    """Packed queries, keys and values of 3 tokens; two KV heads of 8; rotation tables are constants."""
+    tables = [("float", [64, 4]), ("float", [64, 4])]
+    caches = [(kind, [5, 16, 2, 8])] * 2 + [("float", [5, 16, 2])] * scales
+    inputs = [("bfloat16", [3, 64]), *caches, ("int32", [3]), ("int32", [2, 7]), *tables]
+    found = call_work(
+        call("PagedAttention", inputs, [3, 32], 2 * 64 * 4 * 4, 10**6, "bfloat16"),
+        [SequenceStep(2, 10), SequenceStep(1, 4)],
+    )
+    assert found.operations == 4 * 32 * (11 + 12 + 5)
+    assert found.arithmetic == "16-bit"
+    assert found.cache == (12 + 2 + 5 + 1) * row
+    assert found.activations == 2 * 3 * (64 + 32)
+
+
+def test_choosing_tokens_reads_the_logits_and_feeding_them_only_what_it_takes() -> None:
+    rows = [("float", [4])] * 3 + [("int32", [4])] * 2 + [("int64", [4])]
+    sample = call_work(call("Sample", [("float", [4, 1000]), *rows], [4], 0, 4 * 1000 * 4 + 4 * 28, "int32"))
+    assert (sample.operations, sample.rows, sample.arithmetic) == (4000, 0, "fp32")
+    assert sample.activations == 4 * 1000 * 4 + 4 * 28 + 4 * 4
+    inputs = [("int32", [4]), ("int32", [4]), ("int32", [65536])]
+    fed = call_work(call("FeedTokens", inputs, [4], 0, 4 * (8 + 65536), "int32"))
+    assert (fed.operations, fed.bytes) == (4, 3 * 4 * 4)

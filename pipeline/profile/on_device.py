@@ -1,0 +1,110 @@
+"""A bundle on a CUDA device, where ONNX Runtime's profile has only what the host does: opened three times.
+
+1. As it is served, captured steps and all: for the times of passes as a caller sees them; and, on the same backend, for
+   the device's activities while a pass is run again under torch's profiler.
+2. Without captured steps, under both profilers: for the node of each kernel (`pipeline.profile.attribution`).
+3. With weights left as they are stored: for the work of each node.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.device_trace import Activity, Span, activities_by_window, record_device
+from pipeline.operator_work import CallWork
+from pipeline.profile.attribution import OUTSIDE, Owner, owners_of_steps, run_of_step
+from pipeline.profile.playing import Measured, Traced, middle, played, profiled_runs, works_of_phases
+from pipeline.profile.recording import Pass, Step
+from pipeline.profile.workloads import Kind, Session
+from pipeline.progress import Progress
+
+REPLAYS = 8
+"""Of a pass under torch's profiler, of which the fastest quarter counts."""
+_PAUSE = 1e-3
+"""Seconds between two steps, so that the device's activities of one are told from those of the next by their time."""
+_MARGIN = 400_000
+"""Nanoseconds around a step that are still its own."""
+
+Record = Callable[[Callable[[], object]], list[Activity]]
+
+
+@dataclass(frozen=True)
+class _Replayed:
+    step: Step
+    activities: list[Activity]
+
+
+def measure_on_device(
+    kinds: Sequence[Kind], session: Session, folder: Path, progress: Progress, record: Record = record_device
+) -> Measured:
+    """All of it; profiles are written into `folder`. `record` gives what the device did while something ran.
+
+    Raises KilnError where kernels cannot be given to nodes.
+    """
+    with progress.stage("run: open"):
+        backend = session.open(None, None)
+    plain, _ = played(kinds, session, backend, progress, "run")
+    again = {kind.name: middle(plain[kind.name]) for kind in kinds}
+    with progress.stage("run with the device's profiler"):
+        replayed = {kind.name: _replayed(session, backend, kind, again[kind.name], REPLAYS, record) for kind in kinds}
+    backend.close()
+    with progress.stage("find the node of each kernel"):
+        owners = _owners(kinds, session, folder / "nodes", again, record)
+    with progress.stage("count operations and bytes"):
+        works = works_of_phases(kinds, session, folder / "work", plain)
+    return Measured(
+        plain,
+        {name: [_traced(steps, owners[name]) for steps in passes] for name, passes in replayed.items()},
+        {name: {**of_nodes, OUTSIDE: CallWork(0.0, "fp32", 0, 0, 0, 0)} for name, of_nodes in works.items()},
+    )
+
+
+def _replayed(
+    session: Session, backend: Any, kind: Kind, one: Pass, times: int, record: Record
+) -> list[list[_Replayed]]:
+    """A pass again, so many times after one that warms up, step by step, and what the device did in each."""
+    for step in one.steps:
+        session.replay(backend, kind, step)
+    steps: list[Step] = []
+    windows: list[Span] = []
+
+    def run() -> None:
+        for _ in range(times):
+            for step in one.steps:
+                time.sleep(_PAUSE)
+                begun, start = time.time_ns(), time.perf_counter()
+                session.replay(backend, kind, step)
+                steps.append(replace(step, number=len(steps), start=start, end=time.perf_counter()))
+                windows.append(Span(begun - _MARGIN, time.time_ns() + _MARGIN))
+        time.sleep(_PAUSE)
+
+    activities = activities_by_window(record(run), windows)
+    every = list(map(_Replayed, steps, activities))
+    return [every[first : first + len(one.steps)] for first in range(0, len(every), len(one.steps))]
+
+
+def _owners(
+    kinds: Sequence[Kind], session: Session, file: Path, passes: dict[str, Pass], record: Record
+) -> dict[str, list[list[Owner]]]:
+    """By phase, for each step of its pass, the nodes of its activities in their order."""
+    backend = session.open(file, None)
+    origin = backend.profile_start
+    replayed = {kind.name: _replayed(session, backend, kind, passes[kind.name], 1, record)[0] for kind in kinds}
+    runs = iter(profiled_runs(session, backend, 2 * sum(len(one.steps) for one in passes.values())))
+    pairs: list[tuple[list[Activity], Any]] = []
+    for kind in kinds:
+        count = len(replayed[kind.name])
+        of_phase = [next(runs) for _ in range(2 * count)][count:]  # the first half warmed up
+        pairs += [(step.activities, run) for step, run in zip(replayed[kind.name], of_phase, strict=True)]
+    owners = iter(owners_of_steps([activities for activities, _ in pairs], [run for _, run in pairs], origin))
+    return {kind.name: [next(owners) for _ in replayed[kind.name]] for kind in kinds}
+
+
+def _traced(steps: Sequence[_Replayed], owners: Sequence[Sequence[Owner]]) -> Traced:
+    origin = steps[0].activities[0].span.start
+    return Traced(
+        tuple(one.step for one in steps),
+        tuple(run_of_step(one.activities, own, origin) for one, own in zip(steps, owners, strict=True)),
+    )
