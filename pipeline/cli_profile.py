@@ -57,6 +57,8 @@ def profile_command(
 
     Each operator is placed on the measured roofline; each phase is compute-, bandwidth-, launch- or host-bound, with
     its largest wastes and the switch that addresses each.
+
+    On a GPU the times of kernels come from CUPTI, which takes torch with CUDA.
     """
     config = ProfileConfig(prompt, _numbers(batches), context, tokens, repetitions, tokens_per_step, threads, seed)
     found = profile(bundle, config, Progress())
