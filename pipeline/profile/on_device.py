@@ -43,6 +43,7 @@ def measure_on_device(
 
     Raises KilnError where kernels cannot be given to nodes.
     """
+    record(lambda: None)  # starts CUPTI before anything is captured, which takes some seconds the first time
     with progress.stage("run: open"):
         backend = session.open(None, None)
     plain, _ = played(kinds, session, backend, progress, "run")

@@ -1,6 +1,6 @@
 """What a profile runs: the phases of a bundle, how it is opened for them, and the requests of each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ import numpy as np
 from engines.backends.base import DecoderBackend
 from engines.backends.onnxruntime import CPU, OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.bundle import EngineBundle
+from engines.manifest import Manifest
 from engines.runtime.batch_queue import BatchingConfig
 from engines.runtime.engine import Engine
-from engines.runtime.opening import cuda_decoder, default_ladder
+from engines.runtime.opening import cuda_decoder, default_config, default_ladder
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.sequence import blocks_for
 from engines.runtime.tokenizer import Tokenizer
@@ -111,7 +112,7 @@ def decoder_workload(bundle: EngineBundle, config: ProfileConfig, threads: int) 
     blocks = max(blocks_for(length + 1, size), most * blocks_for(start + new, size)) + 1
 
     on_cpu = bundle.manifest.backend.provider == CPU
-    ladder = () if on_cpu else default_ladder(bundle.manifest, most)
+    ladder = () if on_cpu else captured_sizes(bundle.manifest, config.batches)
 
     def open_backend(file: Path | None, entries: Mapping[str, str] | None) -> DecoderBackend:
         if not on_cpu:  # whose operators take weights as they are stored, so that `entries` have nothing to say
@@ -140,6 +141,12 @@ def decoder_workload(bundle: EngineBundle, config: ProfileConfig, threads: int) 
         title = f"decode, batch {batch}, context {start + new // 2}"
         kinds.append(Kind(f"decode_batch_{batch}", title, batch, decode(batch)))
     return kinds, session
+
+
+def captured_sizes(manifest: Manifest, batches: Collection[int]) -> tuple[int, ...]:
+    """Of the decode steps that a GPU captures when it serves, those that these batches take."""
+    served = default_ladder(manifest, max(default_config(manifest).max_running, *batches))
+    return tuple(sorted({next(size for size in served if size >= batch) for batch in batches}))
 
 
 def plain_workload(bundle: EngineBundle, config: ProfileConfig, threads: int) -> tuple[list[Kind], Session]:

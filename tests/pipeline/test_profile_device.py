@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -37,7 +38,7 @@ from pipeline.profile.report import json_from_profile, tables_from_profile
 from pipeline.profile.roofline import Roofline
 from pipeline.profile.trace import trace_from_profile
 from pipeline.profile.wastes import wastes_from_phase
-from pipeline.profile.workloads import Session, decoder_workload
+from pipeline.profile.workloads import Session, captured_sizes, decoder_workload
 from pipeline.progress import Progress
 from plugins.cuda_runtime import PROVIDER as CUDA
 from plugins.errors import KilnError
@@ -114,6 +115,15 @@ def test_activities_belong_to_the_step_in_whose_time_they_begin() -> None:
     assert [[one.name for one in part] for part in parts] == [["a", "b"], ["c"]]
     with pytest.raises(KilnError, match="nothing of 1 of 2 steps, but 3 activities"):
         activities_by_window(activities, [span(0, 10), span(50, 60)])
+
+
+def test_clocks_that_are_far_apart_are_shifted_to_where_all_fits() -> None:
+    """Nodes of different lengths, so that nothing nearer does."""
+    lengths = np.random.default_rng(0).integers(5, 25, 80)
+    ends = np.cumsum(lengths)
+    nodes = [span(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+    launches = [Span(node.start + US + 60 * US, node.end - US + 60 * US) for node in nodes]
+    assert abs(clock_shift(launches, nodes) + 60 * US) <= US
 
 
 @pytest.mark.parametrize("apart", [-2500, 0, 1750])
@@ -292,7 +302,7 @@ class StandIn:
             return Span(begun + round(start * US), begun + round(end * US))
 
         names = [f"k{i}" for i in range(KERNELS)]
-        if self.records == 1:
+        if self.records == 2:  # the first one only starts the profiler
             names[2] += self.rename
         kernels = [
             Activity(name, at(10 * i + 12, 10 * i + 20), True, at(10 * i + 3, 10 * i + 8))
@@ -396,6 +406,12 @@ def assert_passes_are_of_a_serving_engine(found: Measured, launching: bool) -> N
     ahead = [later.steps[0].start < before.steps[0].end for before, later in pairwise(decoding)]
     assert all(ahead) if launching else not any(ahead)
     assert all((one.steps[0].launch is not None) == launching for one in decoding)
+
+
+def test_steps_are_captured_as_when_it_serves(llama_bundle: Path) -> None:
+    manifest = as_of_gpu(open_bundle(llama_bundle)).manifest
+    assert captured_sizes(manifest, (1, 12, 3)) == (1, 4, 16)
+    assert captured_sizes(manifest, (300,)) == (300,)
 
 
 def test_a_recorder_launches_only_where_its_backend_does(launching_bundle: EngineBundle, llama_bundle: Path) -> None:
