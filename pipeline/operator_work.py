@@ -121,6 +121,10 @@ class CallWork:
         return self.rows > 0
 
 
+NO_WORK = CallWork(0.0, "fp32", 0, 0, 0, 0)
+"""Of a view; and what stands where the work is not known."""
+
+
 def product_operations(call: Mapping[str, Any]) -> float | None:
     """Two for each multiply-add: elements of the output times the length of the sum behind each; None: no product.
 
@@ -157,7 +161,7 @@ def call_work(
         return _attention_work(call, sequences, window)
     weights, moved = int(call["parameter_size"]), int(call["activation_size"]) + int(call["output_size"])
     if name in _VIEWS:
-        return CallWork(0.0, "fp32", 0, 0, 0, 0)
+        return NO_WORK
     operations = product_operations(call)
     if operations is not None:
         columns = outputs[0][-1]

@@ -10,7 +10,9 @@ from engines.backends.cuda_launching import LaunchingCudaDecoder
 from engines.backends.launching import LaunchingDecoder, samples
 from engines.backends.onnxruntime import OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.backends.ort_tensorrt import model_from_engine_cache
+from engines.backends.tensorrt.layer_times import LayerTimes
 from engines.backends.tensorrt.opening import decoder_from_plan, limits_of, model_from_plan
+from engines.backends.tensorrt.runtime import TensorRtModel
 from engines.bundle import EngineBundle
 from engines.manifest import Manifest, TensorRtRecord
 from engines.runtime.batch_queue import BatchingConfig
@@ -37,11 +39,10 @@ def model_backend(bundle: EngineBundle, threads: int | None) -> InferBackend:
     """The bundle's engine of a model without a KV cache."""
     manifest = bundle.manifest
     if manifest.tensorrt is not None:
-        record, inputs = manifest.tensorrt, [t.tensor for t in manifest.inputs]
         if manifest.backend.name == "onnxruntime":
+            record, inputs = manifest.tensorrt, [t.tensor for t in manifest.inputs]
             return model_from_engine_cache(bundle.engine_path, record.key, inputs, record.profiles, record.options)
-        weights = None if record.weights is None else bundle.path / record.weights
-        return model_from_plan(bundle.engine_path, record.key, inputs, record.profiles, weights)
+        return tensorrt_model(bundle, manifest.tensorrt)
     return OnnxRuntimeModel(
         bundle.engine_path,
         provider=manifest.backend.provider,
@@ -67,7 +68,7 @@ def decoder_backend(
     """
     if bundle.manifest.tensorrt is not None:
         given = {"kv_blocks": kv_blocks, "swap_blocks": swap_blocks or None, "window": window}
-        return _tensorrt_decoder(bundle, bundle.manifest.tensorrt, decoder, config, given)
+        return tensorrt_decoder(bundle, bundle.manifest.tensorrt, decoder, config, given)
     if window is not None:
         if kv_blocks is not None or swap_blocks:
             raise KilnError(
@@ -130,14 +131,25 @@ def cuda_decoder(
     )
 
 
-def _tensorrt_decoder(
+def tensorrt_model(bundle: EngineBundle, record: TensorRtRecord, times: LayerTimes | None = None) -> TensorRtModel:
+    """A plan of a model without a KV cache; with `times` its layers are timed."""
+    inputs = [t.tensor for t in bundle.manifest.inputs]
+    weights = None if record.weights is None else bundle.path / record.weights
+    return model_from_plan(bundle.engine_path, record.key, inputs, record.profiles, weights, times)
+
+
+def tensorrt_decoder(
     bundle: EngineBundle,
     record: TensorRtRecord,
     decoder: DecoderSpec,
     config: SchedulerConfig,
     given: dict[str, int | None],
+    times: LayerTimes | None = None,
 ) -> DecoderBackend:
-    """Sizes of the cache and of steps are in the plan's profiles, so that none of `given` may be."""
+    """Sizes of the cache and of steps are in the plan's profiles, so that none of `given` may be.
+
+    With `times` its layers are timed.
+    """
     for name, value in given.items():
         if value is not None:
             raise KilnError(
@@ -153,7 +165,7 @@ def _tensorrt_decoder(
     inputs = [t.tensor for t in bundle.manifest.inputs]
     weights = None if record.weights is None else bundle.path / record.weights
     return decoder_from_plan(
-        bundle.engine_path, record.key, record.attention, inputs, record.profiles, decoder.kv, weights
+        bundle.engine_path, record.key, record.attention, inputs, record.profiles, decoder.kv, weights, times
     )
 
 

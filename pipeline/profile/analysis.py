@@ -4,20 +4,21 @@ An operator is bound by what takes longer at best, its operations or its bytes; 
 than any call of an operator does. A phase is bound by what most of its time goes to; the rest of it is the host's
 (scheduling, packing, choosing tokens) and the dispatch of operators, which counts as launching. On a device, operators
 are its kernels, dispatch is its waiting between the first and the last kernel of a step, and the host's is the rest.
+Where the work of what was timed is not known, as in layers of TensorRT, it is bound by the device: no more can be said.
 """
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pipeline.operator_work import CallWork
+from pipeline.operator_work import NO_WORK, CallWork
 from pipeline.profile.ort_events import Run
 from pipeline.profile.recording import Pass
 from pipeline.profile.roofline import Roofline
 
-Bound = Literal["compute", "bandwidth", "launch", "host"]
-BOUNDS: tuple[Bound, ...] = ("compute", "bandwidth", "launch", "host")
+Bound = Literal["compute", "bandwidth", "launch", "device", "host"]
+BOUNDS: tuple[Bound, ...] = get_args(Bound)
 _LEAST_CALL = 2e-6
 """Seconds that a call takes at least, where a phase has no operators without work to tell."""
 
@@ -113,13 +114,14 @@ def phase_from_passes(
     tokens: int,
     plain: Sequence[Pass],
     profiled: Sequence[Sequence[Run]],
-    works: Mapping[int, CallWork],
-    roofline: Roofline,
+    works: Mapping[int, CallWork] | None,
+    roofline: Roofline | None,
     on_device: bool = False,
 ) -> Phase:
     """`plain` passes ran without the profiler; `profiled` has the runs of each with it, `works` go by node index.
 
-    `on_device`: what a step takes is what its run does there, from first to last; on the host steps may overlap.
+    Without `works` and `roofline` operators have times only. `on_device`: what a step takes is what its run does there,
+    from first to last; on the host steps may overlap.
     """
     fastest = _fastest(plain, lambda one: one.seconds)
     seconds = statistics.mean(one.seconds for one in fastest)
@@ -131,14 +133,18 @@ def phase_from_passes(
     for call in (call for runs in chosen for run in runs for call in run.calls):
         times[call.index] = times.get(call.index, 0.0) + call.seconds / len(chosen)
         names[call.index] = (call.name, call.operator)
-    streamed = sum(work.weights + work.cache for work in works.values()) > roofline.cached
-    idle = [times[index] for index in times if not works[index].bytes]
-    least = roofline.call or (statistics.median(idle) if idle else _LEAST_CALL)
-    operators = []
-    for index, (node, operator) in names.items():
-        work = works[index]
-        bound, best = bound_of(work, roofline, least, streamed), roofline.best(work, streamed)
-        operators.append(OperatorTime(node, operator, times[index], work, best, bound))
+    if works is None or roofline is None:
+        streamed = False
+        operators = [OperatorTime(*names[index], times[index], NO_WORK, 0.0, "device") for index in names]
+    else:
+        streamed = sum(work.weights + work.cache for work in works.values()) > roofline.cached
+        idle = [times[index] for index in times if not works[index].bytes]
+        least = roofline.call or (statistics.median(idle) if idle else _LEAST_CALL)
+        operators = []
+        for index, (node, operator) in names.items():
+            work = works[index]
+            bound, best = bound_of(work, roofline, least, streamed), roofline.best(work, streamed)
+            operators.append(OperatorTime(node, operator, times[index], work, best, bound))
     total = sum(times.values())
     return Phase(
         name,

@@ -26,15 +26,13 @@ _LABELLED = 0.04
 """Share of a phase's time from which an operator has its name beside its point."""
 _DRAWN = 0.0005
 """Share from which it is drawn at all."""
-_COLOURS = {"compute": SIDE_B, "bandwidth": SIDE_A, "launch": MUTED, "host": LIMIT}
+_COLOURS = {"compute": SIDE_B, "bandwidth": SIDE_A, "launch": MUTED, "device": SIDE_B, "host": LIMIT}
 
 
 def html_from_profile(profile: Profile) -> str:
     """The page's text."""
-    manifest, phases = profile.bundle.manifest, profile.phases
-    figures = {
-        phase.title: f"{phase_sentence(phase)}. {verdict_sentence(phase, profile.roofline)}." for phase in phases
-    }
+    manifest, phases, roof = profile.bundle.manifest, profile.phases, profile.roofline
+    figures = {phase.title: f"{phase_sentence(phase)}. {verdict_sentence(phase, roof)}." for phase in phases}
     for phase in phases:
         for place, waste in enumerate(profile.wastes[phase.name][:SHOWN], 1):
             figures[f"{phase.title}, waste {place}"] = waste_sentence(waste, phase)
@@ -45,10 +43,10 @@ def html_from_profile(profile: Profile) -> str:
             subtitle=f"{profile.bundle.path}, profiled {profile.created} by kiln profile",
             remarks=remarks(profile),
             figures=figures,
-            plots=[_parts_plot(phases), *(_roofline_plot(phase, profile.roofline) for phase in phases)],
+            plots=[_parts_plot(phases), *([] if roof is None else (_roofline_plot(phase, roof) for phase in phases))],
             tables=tables,
             settings={
-                "roofline": roofline_sentence(profile.roofline),
+                **({} if roof is None else {"roofline": roofline_sentence(roof)}),
                 "bundle": profile.bundle.sha256,
                 "ran on": profile.processor,
                 **({} if profile.threads is None else {"threads": str(profile.threads)}),

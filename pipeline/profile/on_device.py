@@ -8,20 +8,27 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.device_trace import Activity, Span, activities_by_window, record_device
-from pipeline.operator_work import CallWork
+from pipeline.operator_work import NO_WORK
 from pipeline.profile.attribution import OUTSIDE, Owner, owners_of_steps, run_of_step
-from pipeline.profile.playing import Measured, Traced, middle, played, profiled_runs, works_of_phases
+from pipeline.profile.playing import (
+    REPLAYS,
+    Measured,
+    Traced,
+    middle,
+    played,
+    profiled_runs,
+    replayed,
+    works_of_phases,
+)
 from pipeline.profile.recording import Pass, Step
 from pipeline.profile.workloads import Kind, Session
 from pipeline.progress import Progress
 
-REPLAYS = 8
-"""Of a pass under torch's profiler, of which the fastest quarter counts."""
 _PAUSE = 1e-3
 """Seconds between two steps, so that the device's activities of one are told from those of the next by their time."""
 _MARGIN = 400_000
@@ -31,7 +38,7 @@ Record = Callable[[Callable[[], object]], list[Activity]]
 
 
 @dataclass(frozen=True)
-class _Replayed:
+class _StepOnDevice:
     step: Step
     activities: list[Activity]
 
@@ -49,7 +56,7 @@ def measure_on_device(
     plain, _ = played(kinds, session, backend, progress, "run")
     again = {kind.name: middle(plain[kind.name]) for kind in kinds}
     with progress.stage("run with the device's profiler"):
-        replayed = {kind.name: _replayed(session, backend, kind, again[kind.name], REPLAYS, record) for kind in kinds}
+        timed = {kind.name: _replayed_pass(session, backend, kind, again[kind.name], REPLAYS, record) for kind in kinds}
     backend.close()
     with progress.stage("find the node of each kernel"):
         owners = _owners(kinds, session, folder / "nodes", again, record)
@@ -57,14 +64,14 @@ def measure_on_device(
         works = works_of_phases(kinds, session, folder / "work", plain)
     return Measured(
         plain,
-        {name: [_traced(steps, owners[name]) for steps in passes] for name, passes in replayed.items()},
-        {name: {**of_nodes, OUTSIDE: CallWork(0.0, "fp32", 0, 0, 0, 0)} for name, of_nodes in works.items()},
+        {name: [_traced(steps, owners[name]) for steps in passes] for name, passes in timed.items()},
+        {name: {**of_nodes, OUTSIDE: NO_WORK} for name, of_nodes in works.items()},
     )
 
 
-def _replayed(
+def _replayed_pass(
     session: Session, backend: Any, kind: Kind, one: Pass, times: int, record: Record
-) -> list[list[_Replayed]]:
+) -> list[list[_StepOnDevice]]:
     """A pass again, so many times after one that warms up, step by step, and what the device did in each."""
     for step in one.steps:
         session.replay(backend, kind, step)
@@ -75,14 +82,13 @@ def _replayed(
         for _ in range(times):
             for step in one.steps:
                 time.sleep(_PAUSE)
-                begun, start = time.time_ns(), time.perf_counter()
-                session.replay(backend, kind, step)
-                steps.append(replace(step, number=len(steps), start=start, end=time.perf_counter()))
+                begun = time.time_ns()
+                steps.append(replayed(session, backend, kind, step))
                 windows.append(Span(begun - _MARGIN, time.time_ns() + _MARGIN))
         time.sleep(_PAUSE)
 
     activities = activities_by_window(record(run), windows)
-    every = list(map(_Replayed, steps, activities))
+    every = list(map(_StepOnDevice, steps, activities))
     return [every[first : first + len(one.steps)] for first in range(0, len(every), len(one.steps))]
 
 
@@ -92,18 +98,18 @@ def _owners(
     """By phase, for each step of its pass, the nodes of its activities in their order."""
     backend = session.open(file, None)
     origin = backend.profile_start
-    replayed = {kind.name: _replayed(session, backend, kind, passes[kind.name], 1, record)[0] for kind in kinds}
+    found = {kind.name: _replayed_pass(session, backend, kind, passes[kind.name], 1, record)[0] for kind in kinds}
     runs = iter(profiled_runs(session, backend, 2 * sum(len(one.steps) for one in passes.values())))
     pairs: list[tuple[list[Activity], Any]] = []
     for kind in kinds:
-        count = len(replayed[kind.name])
+        count = len(found[kind.name])
         of_phase = [next(runs) for _ in range(2 * count)][count:]  # the first half warmed up
-        pairs += [(step.activities, run) for step, run in zip(replayed[kind.name], of_phase, strict=True)]
+        pairs += [(step.activities, run) for step, run in zip(found[kind.name], of_phase, strict=True)]
     owners = iter(owners_of_steps([activities for activities, _ in pairs], [run for _, run in pairs], origin))
-    return {kind.name: [next(owners) for _ in replayed[kind.name]] for kind in kinds}
+    return {kind.name: [next(owners) for _ in found[kind.name]] for kind in kinds}
 
 
-def _traced(steps: Sequence[_Replayed], owners: Sequence[Sequence[Owner]]) -> Traced:
+def _traced(steps: Sequence[_StepOnDevice], owners: Sequence[Sequence[Owner]]) -> Traced:
     origin = steps[0].activities[0].span.start
     return Traced(
         tuple(one.step for one in steps),

@@ -1,7 +1,8 @@
 """Passes of all phases on an opened bundle, and the work of each node: what profiles on every kind of machine share."""
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from plugins.errors import KilnError
 from plugins.paged_attention.schema import OP_TYPE
 
 UNPACKED = {"session.disable_prepacking": "1"}
+REPLAYS = 8
+"""Of a pass under a device's profiler, of which the fastest quarter counts."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,14 @@ class Traced:
 
 @dataclass(frozen=True)
 class Measured:
-    """By the phase's name: passes without a profiler, passes with one, and the work of a pass by node index."""
+    """By the phase's name: passes without a profiler, passes with one, and the work of a pass by node index.
+
+    `works` is None where the work of what was timed is not known.
+    """
 
     plain: Mapping[str, Sequence[Pass]]
     traced: Mapping[str, Sequence[Traced]]
-    works: Mapping[str, Mapping[int, CallWork]]
+    works: Mapping[str, Mapping[int, CallWork]] | None
 
 
 def played(
@@ -50,6 +56,13 @@ def played(
 def middle(passes: Sequence[Pass]) -> Pass:
     """The one that is run again for what needs no statistics."""
     return passes[len(passes) // 2]
+
+
+def replayed(session: Session, backend: Any, kind: Kind, step: Step) -> Step:
+    """A recorded step again, to its end: with the times of this one."""
+    start = time.perf_counter()
+    session.replay(backend, kind, step)
+    return replace(step, start=start, end=time.perf_counter())
 
 
 def profiled_runs(session: Session, backend: Any, steps: int) -> list[Run]:

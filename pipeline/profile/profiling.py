@@ -6,7 +6,7 @@ Requests go through the runtime that serves them. How operators are timed depend
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engines.backends.onnxruntime import CPU
@@ -18,9 +18,12 @@ from pipeline.profile.analysis import Phase, phase_from_passes
 from pipeline.profile.device_roofline import measure_device_roofline
 from pipeline.profile.on_cpu import measure_on_cpu
 from pipeline.profile.on_device import measure_on_device
+from pipeline.profile.on_tensorrt import layers_of_bundle, measure_on_tensorrt
 from pipeline.profile.playing import Measured, Traced
 from pipeline.profile.roofline import Roofline, best_roofline, measure_roofline
-from pipeline.profile.wastes import Waste, wastes_from_phase
+from pipeline.profile.tensorrt_wastes import tensorrt_wastes
+from pipeline.profile.waste import Waste
+from pipeline.profile.wastes import largest_first, wastes_from_phase
 from pipeline.profile.workloads import Kind, ProfileConfig, decoder_workload, plain_workload
 from pipeline.progress import Progress
 from plugins.cuda_runtime import PROVIDER as CUDA
@@ -28,12 +31,14 @@ from plugins.cuda_runtime import CudaRuntime
 from plugins.errors import KilnError
 from plugins.measure import usable_cpus
 
+_LIBRARIES = ("onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx")
+
 
 @dataclass(frozen=True)
 class Profile:
     """Everything that was found. `wastes` and `traced` go by the phase's name.
 
-    `processor` is what operators ran on, in words; `threads` is None on a device.
+    `processor` is what operators ran on, in words; `threads` is None on a device, `roofline` for a TensorRT plan.
     """
 
     created: str
@@ -43,7 +48,7 @@ class Profile:
     threads: int | None
     machine: Mapping[str, str]
     versions: Mapping[str, str]
-    roofline: Roofline
+    roofline: Roofline | None
     phases: tuple[Phase, ...]
     wastes: Mapping[str, Sequence[Waste]]
     traced: Mapping[str, Traced]
@@ -58,7 +63,12 @@ def profile(bundle_path: Path, config: ProfileConfig, progress: Progress) -> Pro
         return _profile_on_device(bundle, config, progress)
     if provider == CPU:
         return _profile_on_cpu(bundle, config, progress)
-    raise KilnError(f"{bundle_path} runs on {provider}; kiln profile knows {CPU} and {CUDA}: use Nsight Systems there")
+    if bundle.manifest.tensorrt is not None and bundle.manifest.backend.name != "onnxruntime":
+        return _profile_of_plan(bundle, config, progress)
+    raise KilnError(
+        f"{bundle_path} runs on ONNX Runtime's {provider}, whose engines show no layers; build a plan: kiln tensorrt "
+        "build --backend tensorrt, or use Nsight Systems"
+    )
 
 
 def _profile_on_cpu(bundle: EngineBundle, config: ProfileConfig, progress: Progress) -> Profile:
@@ -74,12 +84,8 @@ def _profile_on_cpu(bundle: EngineBundle, config: ProfileConfig, progress: Progr
 
 
 def _profile_on_device(bundle: EngineBundle, config: ProfileConfig, progress: Progress) -> Profile:
-    if config.threads is not None:
-        raise KilnError(f"threads is {config.threads}, but {bundle.path} runs on a GPU: leave it out")
+    _refuse_threads(bundle, config)
     require_torch_cuda("the profile of an engine on a GPU")
-    runtime = CudaRuntime()
-    processor = runtime.name
-    runtime.close()
     kinds, session = (decoder_workload if bundle.manifest.decoder else plain_workload)(bundle, config, 1)
     fp32 = bundle.manifest.precision == "fp32"
     with progress.stage("measure the roofline"):
@@ -88,7 +94,28 @@ def _profile_on_device(bundle: EngineBundle, config: ProfileConfig, progress: Pr
         measured = measure_on_device(kinds, session, Path(folder), progress)
     with progress.stage("measure the roofline again"):
         roofline = best_roofline(before, measure_device_roofline(_rows(kinds), fp32))
-    return _profile_from_measured(bundle, config, kinds, measured, roofline, processor, None)
+    return _profile_from_measured(bundle, config, kinds, measured, roofline, _device_name(), None)
+
+
+def _profile_of_plan(bundle: EngineBundle, config: ProfileConfig, progress: Progress) -> Profile:
+    _refuse_threads(bundle, config)
+    kinds, session = (decoder_workload if bundle.manifest.decoder else plain_workload)(bundle, config, 1)
+    layers = layers_of_bundle(bundle.path)
+    measured = measure_on_tensorrt(kinds, session, layers, progress)
+    found = _profile_from_measured(bundle, config, kinds, measured, None, _device_name(), None)
+    wastes = {phase.name: largest_first(tensorrt_wastes(phase, layers), phase) for phase in found.phases}
+    return replace(found, wastes=wastes)
+
+
+def _refuse_threads(bundle: EngineBundle, config: ProfileConfig) -> None:
+    if config.threads is not None:
+        raise KilnError(f"threads is {config.threads}, but {bundle.path} runs on a GPU: leave it out")
+
+
+def _device_name() -> str:
+    runtime = CudaRuntime()
+    runtime.close()
+    return runtime.name
 
 
 def _rows(kinds: Sequence[Kind]) -> set[int]:
@@ -101,14 +128,14 @@ def _profile_from_measured(
     config: ProfileConfig,
     kinds: Sequence[Kind],
     measured: Measured,
-    roofline: Roofline,
+    roofline: Roofline | None,
     processor: str,
     threads: int | None,
 ) -> Profile:
     phases = []
     for kind in kinds:
         runs = [one.runs for one in measured.traced[kind.name]]
-        plain, works = measured.plain[kind.name], measured.works[kind.name]
+        plain, works = measured.plain[kind.name], None if measured.works is None else measured.works[kind.name]
         phases.append(
             phase_from_passes(kind.name, kind.title, kind.tokens, plain, runs, works, roofline, threads is None)
         )
@@ -119,9 +146,11 @@ def _profile_from_measured(
         processor=processor,
         threads=threads,
         machine=machine_description(),
-        versions={"kiln": bundle.manifest.kiln_version, **package_versions("onnxruntime", "onnxruntime-gpu")},
+        versions={"kiln": bundle.manifest.kiln_version, **package_versions(*_LIBRARIES)},
         roofline=roofline,
         phases=tuple(phases),
-        wastes={phase.name: wastes_from_phase(phase, roofline, bundle.manifest, threads) for phase in phases},
+        wastes={}
+        if roofline is None
+        else {phase.name: wastes_from_phase(phase, roofline, bundle.manifest, threads) for phase in phases},
         traced={kind.name: measured.traced[kind.name][len(measured.traced[kind.name]) // 2] for kind in kinds},
     )

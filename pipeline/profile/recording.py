@@ -3,9 +3,11 @@
 Knows nothing of operators.
 """
 
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -78,13 +80,25 @@ class RecordingDecoder:
 
     backend: DecoderBackend
     steps: list[Step] = field(default_factory=list)
+    _open: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
+        self._open.set()
         self.kv = self.backend.kv
         self.num_blocks = self.backend.num_blocks
         self.host_blocks = self.backend.host_blocks
 
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Let no step begin meanwhile, so that requests which are made then run together."""
+        self._open.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
+
     def step(self, inputs: StepInputs) -> NDArray[np.float32]:
+        self._open.wait()
         start = time.perf_counter()
         logits = self.backend.step(inputs)
         self._note(start, inputs)
@@ -111,6 +125,7 @@ class RecordingLauncher(RecordingDecoder):
     _launched: deque[tuple[float, StepInputs, Launch]] = field(default_factory=deque)
 
     def launch(self, inputs: StepInputs, sampling: SamplingInputs, feed: Int32Array, *, logits: bool) -> None:
+        self._open.wait()
         start = time.perf_counter()
         self.backend.launch(inputs, sampling, feed, logits=logits)
         self._launched.append((start, inputs, Launch(sampling, feed, logits)))
@@ -184,7 +199,9 @@ def decode_passes(
     """
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     first = len(recorder.steps)
-    for stream in [engine.submit(Request(prompt, sampling)) for prompt in prompts]:
+    with recorder.holding():
+        streams = [engine.submit(Request(prompt, sampling)) for prompt in prompts]
+    for stream in streams:
         stream.result()
     steps = recorder.steps[first:]
     if steps[-1].launch is not None:

@@ -28,13 +28,16 @@ _MEANING: dict[Bound, str] = {
     "compute": "compute-bound",
     "bandwidth": "bandwidth-bound",
     "launch": "launch-bound",
+    "device": "bound by the device, in layers whose work is not known",
     "host": "host-bound",
 }
 
 
-def verdict_sentence(phase: Phase, roofline: Roofline) -> str:
-    """The verdict, how far it goes, and what it says of a change."""
+def verdict_sentence(phase: Phase, roofline: Roofline | None) -> str:
+    """The verdict, how far it goes, and what it says of a change; nothing of that without a roofline."""
     part = phase.parts[phase.verdict] / phase.accounted
+    if roofline is None:
+        return f"{_MEANING[phase.verdict]} ({part:.0%} of the time)"
     halved = round(seconds_if(phase, roofline, HALF_THE_BYTES) / phase.accounted - 1, 2) + 0.0  # no "-0%"
     doubled = seconds_if(phase, roofline, TWICE_THE_BATCH) / phase.accounted
     more = "tokens" if phase.name.startswith("prefill") else "batch"
@@ -74,6 +77,8 @@ def row_texts(phase: Phase) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for row in rows_from_phase(phase):
         work = (f"{row.operations / 1e9:.3f}", f"{row.bytes / 2**20:.1f}", f"{row.intensity:.2f}")
+        if row.bound == "device":
+            work = ("-", "-", "-")
         roof = f"{row.best / row.seconds:.0%}" if row.best else "-"
         share = f"{row.seconds / phase.seconds:.1%}"
         rows.append((row.operator, str(row.calls), f"{row.seconds * 1e3:.3f}", share, *work, roof, row.bound))
@@ -106,8 +111,9 @@ def tables_from_profile(profile: Profile) -> RenderableType:
     threads = "" if profile.threads is None else f", {profile.threads} threads"
     parts: list[RenderableType] = [
         Text(f"{manifest.name} on {profile.processor}{threads}", "bold"),
-        Text(roofline_sentence(profile.roofline)),
     ]
+    if profile.roofline is not None:
+        parts.append(Text(roofline_sentence(profile.roofline)))
     for phase in profile.phases:
         table = Table(title=f"{phase.title}: {phase_sentence(phase)}", title_justify="left")
         for place, heading in enumerate(COLUMNS):
@@ -138,7 +144,7 @@ def json_from_profile(profile: Profile) -> str:
         "machine": dict(profile.machine),
         "versions": dict(profile.versions),
         "config": asdict(profile.config),
-        "roofline": {**asdict(profile.roofline), "ridge": profile.roofline.ridge},
+        "roofline": profile.roofline and {**asdict(profile.roofline), "ridge": profile.roofline.ridge},
         "remarks": remarks(profile),
         "phases": [_phase_document(profile, phase) for phase in profile.phases],
     }
@@ -146,6 +152,10 @@ def json_from_profile(profile: Profile) -> str:
 
 
 def _phase_document(profile: Profile, phase: Phase) -> dict[str, Any]:
+    predicted = {
+        name: profile.roofline and seconds_if(phase, profile.roofline, change)
+        for name, change in (("half_the_bytes", HALF_THE_BYTES), ("twice_the_batch", TWICE_THE_BATCH))
+    }
     return {
         "name": phase.name,
         "title": phase.title,
@@ -158,8 +168,7 @@ def _phase_document(profile: Profile, phase: Phase) -> dict[str, Any]:
         "dispatch_seconds": phase.dispatch,
         "parts": {bound: phase.parts[bound] for bound in BOUNDS},
         "verdict": phase.verdict,
-        "seconds_with_half_the_bytes": seconds_if(phase, profile.roofline, HALF_THE_BYTES),
-        "seconds_with_twice_the_batch": seconds_if(phase, profile.roofline, TWICE_THE_BATCH),
+        **{f"seconds_with_{name}": seconds for name, seconds in predicted.items()},
         "wastes": [asdict(waste) for waste in profile.wastes[phase.name]],
         "operators": [{**asdict(row), "intensity": row.intensity} for row in rows_from_phase(phase)],
         "nodes": [{**asdict(node), "intensity": node.work.intensity} for node in phase.operators],

@@ -4,6 +4,8 @@ Each waste has the seconds of a pass that removing it could save at best, by the
 seconds do not add up. What no switch addresses is said to be so.
 """
 
+from collections.abc import Iterable
+
 from engines.manifest import Manifest
 from pipeline.profile.analysis import Phase
 from pipeline.profile.cpu_wastes import cpu_wastes
@@ -17,11 +19,13 @@ _LEAST_SHARE = 0.01
 
 
 def wastes_from_phase(phase: Phase, roofline: Roofline, manifest: Manifest, threads: int | None) -> list[Waste]:
-    """The largest first; those of less than 1 % of a pass are left out. `threads` of a CPU, None on a device."""
+    """Those that are worth a switch, by the roofline. `threads` of a CPU, None on a device."""
     if threads is None:
-        found = list(gpu_wastes(phase, roofline, manifest))
-    else:
-        found = list(cpu_wastes(phase, roofline, manifest, threads))
-    return sorted(
-        (waste for waste in found if waste.seconds >= _LEAST_SHARE * phase.accounted), key=lambda w: -w.seconds
-    )
+        return largest_first(gpu_wastes(phase, roofline, manifest), phase)
+    return largest_first(cpu_wastes(phase, roofline, manifest, threads), phase)
+
+
+def largest_first(wastes: Iterable[Waste], phase: Phase) -> list[Waste]:
+    """Without those of less than 1 % of a pass."""
+    worth = (waste for waste in wastes if waste.seconds >= _LEAST_SHARE * phase.accounted)
+    return sorted(worth, key=lambda waste: -waste.seconds)

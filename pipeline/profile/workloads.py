@@ -1,23 +1,20 @@
 """What a profile runs: the phases of a bundle, how it is opened for them, and the requests of each."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engines.backends.base import DecoderBackend
-from engines.backends.onnxruntime import CPU, OnnxRuntimeDecoder, OnnxRuntimeModel
 from engines.bundle import EngineBundle
-from engines.manifest import Manifest
 from engines.runtime.batch_queue import BatchingConfig
 from engines.runtime.engine import Engine
-from engines.runtime.opening import cuda_decoder, default_config, default_ladder
+from engines.runtime.opening import default_config
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.sequence import blocks_for
 from engines.runtime.tokenizer import Tokenizer
-from pipeline.compare.inputs import input_specs_from_graph, sample_of_batch
+from pipeline.compare.inputs import InputSpec, input_specs_from_graph, sample_of_batch
+from pipeline.profile.backends import Open, captured_sizes, opener_of_decoder, opener_of_model
 from pipeline.profile.graph_facts import GraphFacts, facts_of_decoder
 from pipeline.profile.recording import (
     Pass,
@@ -76,7 +73,7 @@ class Kind:
 class Session:
     """How one kind of bundle is opened with and without the profiler, and watched."""
 
-    open: Callable[[Path | None, Mapping[str, str] | None], Any]
+    open: Open
     watch: Callable[[Any], Any]
     engine: Callable[[Any], Engine]
     replay: Callable[[Any, Kind, Step], object]
@@ -104,36 +101,17 @@ def decoder_workload(bundle: EngineBundle, config: ProfileConfig, threads: int) 
     def decode(batch: int) -> Callable[[Engine, RecordingDecoder], list[Pass]]:
         return lambda engine, recorder: decode_passes(engine, recorder, [prompt(start) for _ in range(batch)], new)
 
-    most = max(config.batches)
-    scheduling = SchedulerConfig(
-        most, tokens_per_step=max(config.tokens_per_step, most), step_stretch=None, share_prefixes=False, headroom=0
-    )
-    size = decoder.kv.block_size
+    scheduling = _scheduling(bundle, config)
+    size, most = decoder.kv.block_size, scheduling.max_running
     blocks = max(blocks_for(length + 1, size), most * blocks_for(start + new, size)) + 1
-
-    on_cpu = bundle.manifest.backend.provider == CPU
-    ladder = () if on_cpu else captured_sizes(bundle.manifest, config.batches)
-
-    def open_backend(file: Path | None, entries: Mapping[str, str] | None) -> DecoderBackend:
-        if not on_cpu:  # whose operators take weights as they are stored, so that `entries` have nothing to say
-            return cuda_decoder(bundle, decoder, scheduling, blocks, 0, None, ladder, profile=file)
-        return OnnxRuntimeDecoder(
-            bundle.engine_path,
-            decoder.kv,
-            blocks,
-            plugins=bundle.plugin_paths,
-            threads=threads,
-            config=entries,
-            profile=file,
-        )
-
+    ladder = captured_sizes(bundle.manifest, config.batches)
     tokenizer = Tokenizer(bundle.tokenizer_path) if bundle.tokenizer_path else None
     session = Session(
-        open_backend,
+        opener_of_decoder(bundle, decoder, scheduling, blocks, threads, ladder),
         recorder_of_decoder,
         lambda recorder: Engine.from_decoder(recorder, decoder, tokenizer, scheduling),
         lambda backend, kind, step: run_again(backend, step),
-        facts_of_decoder(bundle.engine_path, decoder),
+        GraphFacts() if bundle.manifest.tensorrt else facts_of_decoder(bundle.engine_path, decoder),
         len(ladder),
     )
     kinds = [Kind(f"prefill_{length}", f"prefill, {length} tokens", length, prefill)]
@@ -143,14 +121,26 @@ def decoder_workload(bundle: EngineBundle, config: ProfileConfig, threads: int) 
     return kinds, session
 
 
-def captured_sizes(manifest: Manifest, batches: Collection[int]) -> tuple[int, ...]:
-    """Of the decode steps that a GPU captures when it serves, those that these batches take."""
-    served = default_ladder(manifest, max(default_config(manifest).max_running, *batches))
-    return tuple(sorted({next(size for size in served if size >= batch) for batch in batches}))
+def _scheduling(bundle: EngineBundle, config: ProfileConfig) -> SchedulerConfig:
+    """A place for each sequence of the largest batch. Raises KilnError beyond what a plan was built for."""
+    most, tokens = max(config.batches), max(config.tokens_per_step, *config.batches)
+    if bundle.manifest.tensorrt is not None:
+        limits = default_config(bundle.manifest)
+        if most > limits.max_running:
+            raise KilnError(
+                f"batches go up to {most}, but {bundle.path} was built for at most {limits.max_running} sequences: "
+                "give smaller --batches, or build it anew with --max-running"
+            )
+        tokens = min(tokens, limits.tokens_per_step)
+    return SchedulerConfig(most, tokens_per_step=tokens, step_stretch=None, share_prefixes=False, headroom=0)
 
 
 def plain_workload(bundle: EngineBundle, config: ProfileConfig, threads: int) -> tuple[list[Kind], Session]:
-    specs = input_specs_from_graph(bundle.engine_path, bundle.manifest.inputs)
+    manifest = bundle.manifest
+    if manifest.tensorrt is None:
+        specs = input_specs_from_graph(bundle.engine_path, manifest.inputs)
+    else:  # a plan does not say what its inputs select from
+        specs = tuple(InputSpec(one.name, one.dtype, one.shape, 0, 1) for one in manifest.inputs)
     kinds, feeds = [], {}
     for batch in config.batches:
         sample = sample_of_batch(specs, batch, config.seed)
@@ -165,20 +155,9 @@ def plain_workload(bundle: EngineBundle, config: ProfileConfig, threads: int) ->
 
         kinds.append(Kind(f"batch_{found}", f"inputs {form}", found, play))
 
-    def open_backend(file: Path | None, entries: Mapping[str, str] | None) -> OnnxRuntimeModel:
-        return OnnxRuntimeModel(
-            bundle.engine_path,
-            provider=bundle.manifest.backend.provider,
-            plugins=bundle.plugin_paths,
-            threads=threads,
-            config=entries,
-            profile=file,
-            options=bundle.manifest.backend.options,
-        )
-
     batching = BatchingConfig(max_batch=max(kind.tokens for kind in kinds))
     session = Session(
-        open_backend,
+        opener_of_model(bundle, threads),
         RecordingModel,
         lambda recorder: Engine.from_model(recorder, batching=batching),
         lambda backend, kind, step: backend.infer(feeds[kind.name]),

@@ -29,16 +29,17 @@ from pipeline.operator_work import CallWork
 from pipeline.profile import ProfileConfig, on_device, profile, profiling
 from pipeline.profile.analysis import Bound, Phase, phase_from_passes
 from pipeline.profile.attribution import COPIES, OUTSIDE, clock_shift, owners_of_steps, run_of_step
+from pipeline.profile.backends import captured_sizes
 from pipeline.profile.html import html_from_profile
-from pipeline.profile.on_device import REPLAYS, measure_on_device
+from pipeline.profile.on_device import measure_on_device
 from pipeline.profile.ort_events import KernelCall, Run
-from pipeline.profile.playing import Measured
+from pipeline.profile.playing import REPLAYS, Measured
 from pipeline.profile.recording import Pass, RecordingLauncher, Step
 from pipeline.profile.report import json_from_profile, tables_from_profile
 from pipeline.profile.roofline import Roofline
 from pipeline.profile.trace import trace_from_profile
 from pipeline.profile.wastes import wastes_from_phase
-from pipeline.profile.workloads import Session, captured_sizes, decoder_workload
+from pipeline.profile.workloads import Session, decoder_workload
 from pipeline.progress import Progress
 from plugins.cuda_runtime import PROVIDER as CUDA
 from plugins.errors import KilnError

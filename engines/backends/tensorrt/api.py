@@ -96,7 +96,14 @@ class EngineInspector(Protocol):
     def get_engine_information(self, format: Any) -> str: ...
 
 
+class IProfiler(Protocol):
+    def report_layer_time(self, layer_name: str, ms: float) -> None: ...
+
+
 class IExecutionContext(Protocol):
+    profiler: IProfiler
+    enqueue_emits_profile: bool
+
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool: ...
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool: ...
     def get_tensor_shape(self, name: str) -> Sequence[int]: ...
@@ -104,6 +111,7 @@ class IExecutionContext(Protocol):
     def set_output_allocator(self, name: str, output_allocator: Any) -> bool: ...
     def infer_shapes(self) -> list[str]: ...
     def execute_async_v3(self, stream_handle: int) -> bool: ...
+    def report_to_profiler(self) -> bool: ...
 
 
 class ICudaEngine(Protocol):
@@ -151,6 +159,7 @@ class TensorRt(Protocol):
     OnnxParserRefitter: type[OnnxParserRefitter]
     ILogger: Any
     IOutputAllocator: Any
+    IProfiler: Any
     IProgressMonitor: Any
     BuilderFlag: Any
     HardwareCompatibilityLevel: Any
@@ -166,7 +175,7 @@ class TensorRt(Protocol):
 
 CLASSES: tuple[type, ...] = (
     *(ILogger, IProgressMonitor, IHostMemory, IOptimizationProfile, ITimingCache, IBuilderConfig, INetworkDefinition),
-    *(Builder, ParserError, OnnxParser, EngineInspector, IExecutionContext, ICudaEngine, Runtime, Refitter),
+    *(Builder, ParserError, OnnxParser, EngineInspector, IProfiler, IExecutionContext, ICudaEngine, Runtime, Refitter),
     OnnxParserRefitter,
 )
 ENUMERATIONS: dict[str, tuple[str, ...]] = {

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from engines.backends.base import StepInputs
 from engines.backends.cuda_memory import DeviceMemory, Runtime
+from engines.backends.tensorrt.layer_times import LayerTimes
 from engines.backends.tensorrt.linear_decoder import LinearCall
 from engines.backends.tensorrt.loading import OpenedEngine
 from engines.backends.tensorrt.profiles import Profile
@@ -87,9 +88,10 @@ class _Decoder:
         profiles: Sequence[Profile],
         runtime: Runtime,
         caches: _Caches,
+        times: LayerTimes | None,
     ) -> None:
         self._runtime, self._caches = runtime, caches
-        self._runner = EngineRunner(opened, inputs, profiles, runtime, caches.names)
+        self._runner = EngineRunner(opened, inputs, profiles, runtime, caches.names, times)
         logits = next(info for info in self._runner.outputs if info.name == LOGITS)
         vocabulary = logits.shape[-1]
         assert isinstance(vocabulary, int)
@@ -117,6 +119,7 @@ class TensorRtPagedDecoder(_Decoder):
         profiles: Sequence[Profile],
         runtime: Runtime,
         kv: KvSpec,
+        times: LayerTimes | None = None,
     ) -> None:
         self.kv, self.num_blocks = kv, profiles[0].symbols["blocks"].most
         self._widest = max(profile.symbols["max_blocks"].most for profile in profiles)
@@ -125,7 +128,7 @@ class TensorRtPagedDecoder(_Decoder):
         caches = _Caches(runtime, sized, len(kv.layers), self.num_blocks)
         scratch = next(tensor for tensor in inputs if tensor.name == SCRATCH)
         caches.add(scratch, output=f"{SCRATCH}_out")
-        super().__init__(opened, inputs, profiles, runtime, caches)
+        super().__init__(opened, inputs, profiles, runtime, caches, times)
         small = {info.name for info in self._runner.inputs}
         self._names = [field.name for field in fields(StepInputs) if field.name in small]
 
@@ -159,10 +162,12 @@ class TensorRtLinearGraph(_Decoder):
         profiles: Sequence[Profile],
         runtime: Runtime,
         kv: KvSpec,
+        times: LayerTimes | None = None,
     ) -> None:
         self.rows = max(profile.symbols["seqs"].most for profile in profiles)
         runtime.enter()
-        super().__init__(opened, inputs, profiles, runtime, _Caches(runtime, inputs, len(kv.layers), self.rows))
+        caches = _Caches(runtime, inputs, len(kv.layers), self.rows)
+        super().__init__(opened, inputs, profiles, runtime, caches, times)
 
     def run(self, call: LinearCall) -> NDArray[np.float32]:
         """Logits [rows, vocabulary]. Raises KilnError for a call that no profile takes."""

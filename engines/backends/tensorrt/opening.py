@@ -7,6 +7,7 @@ from pathlib import Path
 from engines.backends.tensorrt.api import Attention, tensorrt_module
 from engines.backends.tensorrt.decoders import TensorRtLinearGraph, TensorRtPagedDecoder
 from engines.backends.tensorrt.key import EngineKey
+from engines.backends.tensorrt.layer_times import LayerTimes
 from engines.backends.tensorrt.linear_decoder import LinearDecoder
 from engines.backends.tensorrt.loading import open_engine
 from engines.backends.tensorrt.profiles import Profile
@@ -47,11 +48,19 @@ def limits_of(profiles: Sequence[Profile]) -> tuple[int, int]:
 
 
 def model_from_plan(
-    plan: Path, built: EngineKey, inputs: Sequence[Tensor], profiles: Sequence[Profile], weights: Path | None = None
+    plan: Path,
+    built: EngineKey,
+    inputs: Sequence[Tensor],
+    profiles: Sequence[Profile],
+    weights: Path | None = None,
+    times: LayerTimes | None = None,
 ) -> TensorRtModel:
-    """Open a plan that was built for this machine. Raises KilnError naming both sides where it was not."""
+    """Open a plan that was built for this machine. Raises KilnError naming both sides where it was not.
+
+    With `times` its layers are timed, see `EngineRunner`.
+    """
     opened = open_engine(plan, built, machine_key(built), weights=weights, product=built.product)
-    return TensorRtModel(opened, inputs, profiles, CudaRuntime())
+    return TensorRtModel(opened, inputs, profiles, CudaRuntime(), times)
 
 
 def decoder_from_plan(
@@ -62,11 +71,12 @@ def decoder_from_plan(
     profiles: Sequence[Profile],
     kv: KvSpec,
     weights: Path | None = None,
+    times: LayerTimes | None = None,
 ) -> TensorRtPagedDecoder | LinearDecoder:
     """The same for a decoder, whose cache is as large as its profiles say."""
     opened = open_engine(plan, built, machine_key(built), weights=weights, product=built.product)
     runtime = CudaRuntime()
     if attention == "plugin":
-        return TensorRtPagedDecoder(opened, inputs, profiles, runtime, kv)
-    graph = TensorRtLinearGraph(opened, inputs, profiles, runtime, kv)
+        return TensorRtPagedDecoder(opened, inputs, profiles, runtime, kv, times)
+    graph = TensorRtLinearGraph(opened, inputs, profiles, runtime, kv, times)
     return LinearDecoder(graph, kv, graph.rows)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from engines.backends.cuda_memory import DeviceMemory, PinnedMemory, Runtime
 from engines.backends.tensorrt.api import ICudaEngine, IExecutionContext, TensorRt
+from engines.backends.tensorrt.layer_times import LayerTimes
 from engines.backends.tensorrt.loading import OpenedEngine
 from engines.backends.tensorrt.profiles import Profile, Shape, profile_for
 from engines.runtime.info import TensorInfo
@@ -52,6 +53,8 @@ _Key = tuple[tuple[str, Shape, int], ...]
 class EngineRunner:
     """One thread calls at a time. `resident` names the tensors that the caller keeps on the device.
 
+    With `times` nothing is captured, each run waits for its end, and the times of its layers are put there.
+
     Raises KilnError where the engine's profiles are not those given, a context cannot be made, or memory is short.
     """
 
@@ -62,7 +65,9 @@ class EngineRunner:
         profiles: Sequence[Profile],
         runtime: Runtime,
         resident: Collection[str] = (),
+        times: LayerTimes | None = None,
     ) -> None:
+        self._times = times
         self._opened, self._profiles, self._runtime = opened, tuple(profiles), runtime
         self._tensors, self._resident = tuple(inputs), frozenset(resident)
         engine, trt = opened.engine, opened.trt
@@ -149,7 +154,7 @@ class EngineRunner:
         found = self._bind(self._contexts[number], shapes, resident)
         self._enqueue(self._contexts[number])
         self._calls[key] += 1
-        if self._calls[key] == _REPEATS and not self._allocators:
+        if self._calls[key] == _REPEATS and not self._allocators and self._times is None:
             self._capture(key, number, shapes, resident)
         return found
 
@@ -179,6 +184,8 @@ class EngineRunner:
             raise self._opened.log.error(
                 f"make a context for profile {name}", "free device memory, or use fewer profiles"
             )
+        if self._times is not None:
+            context.profiler, context.enqueue_emits_profile = self._times.profiler(self._opened.trt), False
         return context
 
     def _bind(
@@ -205,6 +212,11 @@ class EngineRunner:
     def _enqueue(self, context: IExecutionContext) -> None:
         if not context.execute_async_v3(self._runtime.address):
             raise self._failed("run the engine")
+        if self._times is not None:
+            self._runtime.synchronize()
+            self._times.begin()
+            if not context.report_to_profiler():
+                raise self._failed("report the times of its layers")
 
     def _provide(self, info: TensorInfo) -> None:
         """Memory for a tensor at the largest sizes of any profile, on both sides; an allocator where none is known."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from engines.backends.checking import check_inputs
 from engines.backends.cuda_memory import Runtime
+from engines.backends.tensorrt.layer_times import LayerTimes
 from engines.backends.tensorrt.loading import OpenedEngine
 from engines.backends.tensorrt.profiles import Profile, profile_for
 from engines.backends.tensorrt.running import EngineRunner
@@ -19,9 +20,14 @@ class TensorRtModel:
     """One thread calls `infer` at a time. Raises as `EngineRunner`; the engine's runtime is closed with it."""
 
     def __init__(
-        self, opened: OpenedEngine, inputs: Sequence[Tensor], profiles: Sequence[Profile], runtime: Runtime
+        self,
+        opened: OpenedEngine,
+        inputs: Sequence[Tensor],
+        profiles: Sequence[Profile],
+        runtime: Runtime,
+        times: LayerTimes | None = None,
     ) -> None:
-        self._runner, self._runtime = EngineRunner(opened, inputs, profiles, runtime), runtime
+        self._runner, self._runtime = EngineRunner(opened, inputs, profiles, runtime, times=times), runtime
         self._tensors, self._profiles = tuple(inputs), tuple(profiles)
         self.inputs, self.outputs = self._runner.inputs, self._runner.outputs
         self._open = True

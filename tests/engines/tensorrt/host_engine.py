@@ -17,12 +17,15 @@ from engines.backends.tensorrt.log import BuildLog
 from engines.backends.tensorrt.profiles import Profile
 from passes.onnx_model import OnnxModel, Tensor
 
+LAYERS = {"fc_myl0_3": 0.25, "conv1_myl0_2": 0.5}
+"""What is reported of each run: names and milliseconds."""
 Evaluate = Callable[[dict[str, NDArray]], Mapping[str, NDArray]]
 INPUT, OUTPUT = "INPUT", "OUTPUT"
 TRT = SimpleNamespace(
     TensorIOMode=SimpleNamespace(INPUT=INPUT, OUTPUT=OUTPUT),
     nptype=lambda kind: np.dtype(kind),
     IOutputAllocator=object,
+    IProfiler=object,
 )
 
 
@@ -60,6 +63,9 @@ class HostContext:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
         self.allocators: dict[str, object] = {}
+        self.profiler: object = None
+        self.enqueue_emits_profile = True
+        self.reports = True
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
         self.profile = profile_index
@@ -108,6 +114,12 @@ class HostContext:
                 assert values.shape == self.get_tensor_shape(name)
             ctypes.memmove(place, values.ctypes.data, values.nbytes)
         return True
+
+    def report_to_profiler(self) -> bool:
+        assert not self.enqueue_emits_profile, "each run would be reported twice"
+        for name, milliseconds in LAYERS.items():
+            self.profiler.report_layer_time(name, milliseconds)  # type: ignore[attr-defined]
+        return self.reports
 
     def _read(self, tensor: Tensor) -> NDArray:
         shape, dtype = self.shapes[tensor.name], np.dtype(tensor.dtype)

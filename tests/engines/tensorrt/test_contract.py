@@ -87,7 +87,8 @@ def test_every_enumeration_has_the_members_that_are_used(version: str, request: 
 
 @pytest.mark.slow
 def test_settable_properties_can_be_set(tensorrt_11) -> None:
-    names = [f"IBuilderConfig.{name}" for name in inspect.get_annotations(api.IBuilderConfig)]
+    kinds = (api.IBuilderConfig, api.IExecutionContext)
+    names = [f"{kind.__name__}.{name}" for kind in kinds for name in inspect.get_annotations(kind)]
     answer = json.loads(tensorrt_11.run(str(HERE / "signatures.py"), *names).stdout)
     assert [name for name, found in answer["members"].items() if not found["settable"]] == []
 

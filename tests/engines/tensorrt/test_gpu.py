@@ -13,6 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from engines.backends.onnxruntime import OnnxRuntimeModel
+from engines.backends.tensorrt.layers import layers_from_file
 from engines.backends.tensorrt.options import TensorRtOptions
 from engines.backends.tensorrt.profiles import ServingShapes
 from engines.bundle import EngineBundle, open_bundle
@@ -109,6 +110,18 @@ def test_other_backends_compute_the_same(model, sku, tmp_path: Path, backend: st
         expected, found = OnnxRuntimeModel(model.path).infer({"x": x})["y"], engine.infer({"x": x})["y"]
         assert np.abs(found - expected).max() <= 2e-3 * np.abs(expected).max()
     assert EngineBundle(bundle.path, bundle.manifest, bundle.sha256) == open_bundle(bundle.path), "nothing was written"
+
+
+def test_a_profile_has_the_time_of_every_layer(model, sku, tmp_path: Path) -> None:
+    from pipeline.profile import ProfileConfig, profile
+
+    bundle = bundle_of(model, sku, tmp_path / "bundle", TensorRtOptions())
+    names = {layer.name for layer in layers_from_file(bundle.path / "layers.json")}
+    found = profile(bundle.path, ProfileConfig(batches=(1, 8), tokens=8), Progress())
+    assert [phase.name for phase in found.phases] == ["batch_1", "batch_8"]
+    for phase in found.phases:
+        assert {node.name for node in phase.operators} <= names
+        assert 0 < phase.in_operators < phase.seconds * 1.1
 
 
 def test_a_timing_cache_repeats_the_build(model, sku, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from onnx.reference import ReferenceEvaluator
 
 from engines.backends.base import StepInputs
 from engines.backends.tensorrt.decoders import TensorRtLinearGraph, TensorRtPagedDecoder, widened
+from engines.backends.tensorrt.layer_times import LayerTimes
 from engines.backends.tensorrt.linear_decoder import LinearDecoder
 from engines.backends.tensorrt.linear_graph import linear_graph
 from engines.backends.tensorrt.plugin_graph import PluginTarget, plugin_graph
@@ -61,6 +62,27 @@ def test_each_batch_takes_its_profile_and_is_captured_when_it_comes_again(tmp_pa
     with pytest.raises(KilnError, match=r"no profile of the engine takes these inputs .*x is \[9, 3\]"):
         running.infer({"x": np.zeros((9, 3), np.float32)})
     running.close()
+    running.close()
+    assert not runtime.live
+
+
+def test_layers_are_timed_of_every_run_and_nothing_is_captured(tmp_path: Path) -> None:
+    model = plain_model(tmp_path / "m.onnx", [helper.make_node("Add", ["x", "x"], ["y"])], [1, ["batch", 3]])
+    profiles, runtime, times = (
+        derive_profiles(model.inputs, None, ServingShapes(max_batch=8)),
+        HostRuntime(),
+        LayerTimes(),
+    )
+    engine = HostEngine(model, profiles, with_onnxruntime(model.path))
+    running = TensorRtModel(engine.opened(), model.inputs, profiles, runtime, times)
+    for turn in range(1, 6):
+        for batch in (1, 8):
+            assert (running.infer({"x": np.full((batch, 3), turn, np.float32)})["y"] == 2 * turn).all()
+    assert times.runs == [[("fc_myl0_3", 0.25e-3), ("conv1_myl0_2", 0.5e-3)]] * 10
+    assert not runtime.launched
+    engine.contexts[0].reports = False
+    with pytest.raises(KilnError, match="failed to report the times of its layers"):
+        running.infer({"x": np.zeros((1, 3), np.float32)})
     running.close()
     assert not runtime.live
 
