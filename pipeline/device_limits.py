@@ -13,6 +13,8 @@ ProductKind = Literal["16-bit", "fp32", "int8", "float8"]
 _WIDTH = 8192
 """Inner length and columns of a product: its weight is larger than the L2 cache."""
 _REPLAYS = 9
+_SLEEP, _LONGEST_SLEEP = 10_000_000, 1_000_000_000
+"""Cycles of the device: 5 ms, and half a second."""
 
 
 def require_torch_cuda(purpose: str) -> None:
@@ -48,6 +50,29 @@ def device_seconds(run: Callable[[], object], calls: int) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / calls)
     return statistics.median(times)
+
+
+def queued_seconds(stream: int, queue: Callable[[], object], wait: Callable[[], object]) -> float:
+    """Seconds that the device takes for what `queue` puts into a stream, when all of it is there before it begins.
+
+    `stream` is its handle; `wait` waits for the end. The device sleeps meanwhile, longer where that was too short.
+    """
+    import torch
+
+    cycles = _SLEEP
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+        while True:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(cycles)
+            start.record()
+            queue()
+            end.record()
+            ahead = not start.query()
+            wait()
+            end.synchronize()
+            if ahead or cycles > _LONGEST_SLEEP:
+                return float(start.elapsed_time(end)) / 1e3
+            cycles *= 2
 
 
 def copy_bandwidth(size: int = 1 << 30, calls: int = 5) -> float:

@@ -162,6 +162,11 @@ class CudaDecoder:
                 self._runtime.copy(target, source, size)
 
     @property
+    def stream(self) -> int:
+        """Handle of the CUDA stream to which steps are queued."""
+        return self._runtime.address
+
+    @property
     def profile_start(self) -> int:
         """When a profile's clock began, in nanoseconds of `time.time_ns`."""
         return self._session.profile_start

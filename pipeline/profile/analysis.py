@@ -3,7 +3,7 @@
 An operator is bound by what takes longer at best, its operations or its bytes; or by launching it, where both take less
 than any call of an operator does. A phase is bound by what most of its time goes to; the rest of it is the host's
 (scheduling, packing, choosing tokens) and the dispatch of operators, which counts as launching. On a device, operators
-are its kernels, dispatch is its waiting between the first and the last kernel of a step, and the host's is the rest.
+are its kernels, dispatch is what it takes for its steps beyond them, and the host's is the rest.
 Where the work of what was timed is not known, as in layers of TensorRT, it is bound by the device: no more can be said.
 """
 
@@ -54,9 +54,8 @@ class Phase:
     operators: tuple[OperatorTime, ...]
     passes: int
     streamed: bool
-    on_device: bool
     slowdown: float
-    """Seconds in the backend with the profiler, by those without it; of a device's steps, by the whole pass."""
+    """Seconds in the backend with the profiler, by those without it; on a device at least 1."""
 
     @property
     def in_operators(self) -> float:
@@ -116,18 +115,17 @@ def phase_from_passes(
     profiled: Sequence[Sequence[Run]],
     works: Mapping[int, CallWork] | None,
     roofline: Roofline | None,
-    on_device: bool = False,
+    device: float | None = None,
 ) -> Phase:
     """`plain` passes ran without the profiler; `profiled` has the runs of each with it, `works` go by node index.
 
-    Without `works` and `roofline` operators have times only. `on_device`: what a step takes is what its run does there,
-    from first to last; on the host steps may overlap.
+    Without `works` and `roofline` operators have times only. `device` are the seconds that a pass takes on a device,
+    where operators run on one: on the host, steps may overlap.
     """
     fastest = _fastest(plain, lambda one: one.seconds)
     seconds = statistics.mean(one.seconds for one in fastest)
     chosen = _fastest(profiled, lambda runs: sum(run.seconds for run in runs))
-    in_runs = statistics.mean(sum(run.seconds for run in runs) for runs in chosen)
-    in_backend = min(in_runs, seconds) if on_device else statistics.mean(one.in_backend for one in fastest)
+    in_backend = statistics.mean(one.in_backend for one in fastest) if device is None else min(device, seconds)
     times: dict[int, float] = {}
     names: dict[int, tuple[str, str]] = {}
     for call in (call for runs in chosen for run in runs for call in run.calls):
@@ -156,9 +154,14 @@ def phase_from_passes(
         operators=tuple(operators),
         passes=len(plain),
         streamed=streamed,
-        on_device=on_device,
-        slowdown=in_runs / in_backend,
+        slowdown=seconds_of_runs(profiled) / in_backend if device is None else max(total / in_backend, 1.0),
     )
+
+
+def seconds_of_runs(passes: Sequence[Sequence[Run]]) -> float:
+    """Of a pass with the profiler, from the beginnings of its runs to their ends."""
+    chosen = _fastest(passes, lambda runs: sum(run.seconds for run in runs))
+    return statistics.mean(sum(run.seconds for run in runs) for runs in chosen)
 
 
 def _fastest(passes: Sequence[Any], seconds: Callable[[Any], float]) -> list[Any]:

@@ -1,17 +1,21 @@
 """A bundle on a CUDA device, where ONNX Runtime's profile has only what the host does: opened three times.
 
 1. As it is served, captured steps and all: for the times of passes as a caller sees them; and, on the same backend, for
-   the device's activities while a pass is run again under torch's profiler.
+   what a pass takes on the device by its own clock, and for its activities there under torch's profiler.
 2. Without captured steps, under both profilers: for the node of each kernel (`pipeline.profile.attribution`).
 3. With weights left as they are stored: for the work of each node.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engines.backends.cuda_launching import LaunchingCudaDecoder
+from pipeline.device_limits import queued_seconds
 from pipeline.device_trace import Activity, Span, activities_by_window, record_device
 from pipeline.operator_work import NO_WORK
 from pipeline.profile.attribution import OUTSIDE, Owner, owners_of_steps, run_of_step
@@ -25,7 +29,7 @@ from pipeline.profile.playing import (
     replayed,
     works_of_phases,
 )
-from pipeline.profile.recording import Pass, Step
+from pipeline.profile.recording import Pass, Step, launch_again
 from pipeline.profile.workloads import Kind, Session
 from pipeline.progress import Progress
 
@@ -35,6 +39,7 @@ _MARGIN = 400_000
 """Nanoseconds around a step that are still its own."""
 
 Record = Callable[[Callable[[], object]], list[Activity]]
+Clock = Callable[[int, Callable[[], object], Callable[[], object]], float]
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,16 @@ class _StepOnDevice:
 
 
 def measure_on_device(
-    kinds: Sequence[Kind], session: Session, folder: Path, progress: Progress, record: Record = record_device
+    kinds: Sequence[Kind],
+    session: Session,
+    folder: Path,
+    progress: Progress,
+    record: Record = record_device,
+    clock: Clock = queued_seconds,
 ) -> Measured:
-    """All of it; profiles are written into `folder`. `record` gives what the device did while something ran.
+    """All of it; profiles are written into `folder`.
+
+    `record` gives what the device did while something ran, `clock` what it takes for what is queued to a stream.
 
     Raises KilnError where kernels cannot be given to nodes.
     """
@@ -55,6 +67,10 @@ def measure_on_device(
         backend = session.open(None, None)
     plain, _ = played(kinds, session, backend, progress, "run")
     again = {kind.name: middle(plain[kind.name]) for kind in kinds}
+    device = {}
+    if isinstance(backend, LaunchingCudaDecoder):
+        with progress.stage("time steps on the device"):
+            device = {name: _device_seconds(backend, one, clock) for name, one in again.items()}
     with progress.stage("run with the device's profiler"):
         timed = {kind.name: _replayed_pass(session, backend, kind, again[kind.name], REPLAYS, record) for kind in kinds}
     backend.close()
@@ -66,7 +82,17 @@ def measure_on_device(
         plain,
         {name: [_traced(steps, owners[name]) for steps in passes] for name, passes in timed.items()},
         {name: {**of_nodes, OUTSIDE: NO_WORK} for name, of_nodes in works.items()},
+        device,
     )
+
+
+def _device_seconds(backend: LaunchingCudaDecoder, one: Pass, clock: Clock) -> float:
+    """Of a pass without a profiler, when its steps wait for the device and never the device for them."""
+    passes = [
+        sum(clock(backend.stream, partial(launch_again, backend, step), backend.collect) for step in one.steps)
+        for _ in range(REPLAYS)
+    ]
+    return statistics.median(passes)
 
 
 def _replayed_pass(

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,14 @@ class Traced:
 class Measured:
     """By the phase's name: passes without a profiler, passes with one, and the work of a pass by node index.
 
-    `works` is None where the work of what was timed is not known.
+    `works` is None where the work of what was timed is not known. `device` has the seconds of a pass on a device by its
+    own clock, without a profiler, where that was measured.
     """
 
     plain: Mapping[str, Sequence[Pass]]
     traced: Mapping[str, Sequence[Traced]]
     works: Mapping[str, Mapping[int, CallWork]] | None
+    device: Mapping[str, float] = field(default_factory=dict)
 
 
 def played(

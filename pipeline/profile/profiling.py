@@ -14,7 +14,7 @@ from engines.bundle import EngineBundle, open_bundle
 from engines.runtime.opening import check_plugins
 from pipeline.compare.machine import machine_description, package_versions
 from pipeline.device_limits import require_torch_cuda
-from pipeline.profile.analysis import Phase, phase_from_passes
+from pipeline.profile.analysis import Phase, phase_from_passes, seconds_of_runs
 from pipeline.profile.device_roofline import measure_device_roofline
 from pipeline.profile.on_cpu import measure_on_cpu
 from pipeline.profile.on_device import measure_on_device
@@ -136,9 +136,8 @@ def _profile_from_measured(
     for kind in kinds:
         runs = [one.runs for one in measured.traced[kind.name]]
         plain, works = measured.plain[kind.name], None if measured.works is None else measured.works[kind.name]
-        phases.append(
-            phase_from_passes(kind.name, kind.title, kind.tokens, plain, runs, works, roofline, threads is None)
-        )
+        device = None if threads is not None else measured.device.get(kind.name) or seconds_of_runs(runs)
+        phases.append(phase_from_passes(kind.name, kind.title, kind.tokens, plain, runs, works, roofline, device))
     return Profile(
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         bundle=bundle,

@@ -144,13 +144,20 @@ def recorder_of_decoder(backend: DecoderBackend) -> RecordingDecoder:
 
 def run_again(backend: DecoderBackend, step: Step) -> None:
     """A recorded step, to its end, on a backend of the same kind; it writes to the same places of the cache."""
-    assert step.inputs is not None
     if step.launch is None:
+        assert step.inputs is not None
         backend.step(step.inputs)
     else:
         assert isinstance(backend, LaunchingBackend)
-        backend.launch(step.inputs, step.launch.sampling, step.launch.feed, logits=step.launch.logits)
+        launch_again(backend, step)
         backend.collect()
+
+
+def launch_again(backend: LaunchingBackend, step: Step) -> None:
+    """A step that was recorded when it was launched; it must be collected."""
+    assert step.inputs is not None
+    assert step.launch is not None
+    backend.launch(step.inputs, step.launch.sampling, step.launch.feed, logits=step.launch.logits)
 
 
 @dataclass

@@ -225,7 +225,7 @@ def phase_of(works: list[CallWork], operators: list[str], name: str, slower: flo
     )
     run = Run(0.0, sum(times) + 2e-6, calls)
     plain = [Pass((Step(0, 0.0, 99.0),), run.seconds * wall)]  # launched long before it ran
-    return phase_from_passes(name, name, 1, plain, [[run]], dict(enumerate(works)), ROOF, on_device=True)
+    return phase_from_passes(name, name, 1, plain, [[run]], dict(enumerate(works)), ROOF, device=run.seconds)
 
 
 def product(rows: int, bits: int, arithmetic: Any = "16-bit") -> CallWork:
@@ -240,7 +240,8 @@ def test_the_devices_pauses_are_dispatch_and_the_rest_of_a_pass_is_the_hosts() -
     assert sum(phase.parts.values()) == pytest.approx(phase.seconds)
     assert phase.slowdown == 1
     slowed = phase_of([product(1, 16)], ["Linear"], "decode_batch_1", wall=0.8)
-    assert (slowed.host, slowed.slowdown) == (0, pytest.approx(1.25))
+    assert (slowed.host, slowed.dispatch) == (0, 0)
+    assert slowed.slowdown == slowed.in_operators / slowed.seconds > 1.1
 
 
 @pytest.mark.parametrize(
@@ -297,6 +298,11 @@ class StandIn:
         self.records += 1
         run()
         return [one for begun in self.begun[first:] for one in self._step(begun)]
+
+    def clock(self, stream: int, queue: Callable[[], object], wait: Callable[[], object]) -> float:
+        queue()
+        wait()
+        return 47e-6
 
     def _step(self, begun: int) -> list[Activity]:
         def at(start: float, end: float) -> Span:
@@ -382,7 +388,9 @@ def test_a_profile_over_a_stand_in_device(
     session = opened_on_host(session, bundle, LaunchingCudaDecoder if launching else CudaDecoder)
     device = StandIn(session)
     monkeypatch.setattr(on_device, "profiled_runs", device.runs(on_device.profiled_runs))
-    found = measure_on_device(kinds, replace(session, replay=device.replay), tmp_path, silent, device.record)
+    found = measure_on_device(
+        kinds, replace(session, replay=device.replay), tmp_path, silent, device.record, device.clock
+    )
     assert list(found.plain) == list(found.traced) == ["prefill_40", "decode_batch_1", "decode_batch_3"]
     for kind in kinds:
         assert len(found.traced[kind.name]) == REPLAYS
@@ -393,10 +401,11 @@ def test_a_profile_over_a_stand_in_device(
             assert run.seconds == pytest.approx((1 + 48 + 1) * 1e-6)
         phase = phase_from_passes(
             *(kind.name, kind.title, kind.tokens, found.plain[kind.name]),
-            *([one.runs for one in found.traced[kind.name]], found.works[kind.name], ROOF, True),
+            *([one.runs for one in found.traced[kind.name]], found.works[kind.name], ROOF, 47e-6),
         )
         assert phase.in_operators == pytest.approx((1 + 5 * 8 + 1) * 1e-6)
-        assert phase.dispatch == pytest.approx(4 * 2e-6)
+        assert phase.dispatch == pytest.approx(5e-6)
+    assert found.device == (dict.fromkeys(found.plain, 47e-6) if launching else {})
     assert_passes_are_of_a_serving_engine(found, launching)
 
 
@@ -430,8 +439,9 @@ def test_other_kernels_than_those_that_were_captured_are_an_error(
     session = opened_on_host(session, launching_bundle, LaunchingCudaDecoder)
     device = StandIn(session, rename="_other")
     monkeypatch.setattr(on_device, "profiled_runs", device.runs(on_device.profiled_runs))
+    session = replace(session, replay=device.replay)
     with pytest.raises(KilnError, match="k2_other instead of k2"):
-        measure_on_device(kinds, replace(session, replay=device.replay), tmp_path, silent, device.record)
+        measure_on_device(kinds, session, tmp_path, silent, device.record, device.clock)
 
 
 def as_of_gpu(bundle: EngineBundle) -> EngineBundle:
@@ -455,7 +465,7 @@ def test_a_whole_profile_says_what_it_is_of(
         ("CudaRuntime", HostRuntime),
         ("decoder_workload", lambda *arguments: (kinds, session)),
         ("measure_device_roofline", lambda rows, fp32: ROOF),
-        ("measure_on_device", partial(measure_on_device, record=device.record)),
+        ("measure_on_device", partial(measure_on_device, record=device.record, clock=device.clock)),
     ):
         monkeypatch.setattr(profiling, name, stand_in)
     found = profile(bundle.path, CONFIG, silent)

@@ -6,15 +6,12 @@ Skipped without a device, or without torch's CUDA build, which the times come fr
 """
 
 import json
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 import pytest
 
-from engines.bundle import EngineBundle, open_bundle
 from engines.sku import sku_table
 from engines.sku_detect import match_gpu, own_gpus
 from passes.onnx_model import load_structure
@@ -24,11 +21,9 @@ from pipeline.profile import Profile, ProfileConfig, profile
 from pipeline.profile.analysis import Phase, rows_from_phase
 from pipeline.profile.attribution import COPIES
 from pipeline.profile.html import html_from_profile
-from pipeline.profile.recording import Step
 from pipeline.profile.report import json_from_profile, remarks
 from pipeline.profile.trace import trace_from_profile
 from pipeline.profile.wastes import wastes_from_phase
-from pipeline.profile.workloads import decoder_workload
 from pipeline.progress import Progress
 from pipeline.quantize.config import QuantizeConfig
 from tests.pipeline.quantize_material import FEW, LOOSE
@@ -40,16 +35,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs torch with CUDA"),
 ]
 
-SIZES = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 2048}
+SIZES = {
+    "bf16": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192},
+    "int8": {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 2048},
+}
+"""Quantising one takes the CPU, so that it is smaller."""
 CONFIG = ProfileConfig(prompt=256, batches=(1, 12), context=64, tokens=16, repetitions=4)
-SLEEP = 40_000_000
-"""Cycles, some 20 ms, for which the device is kept busy while a step is queued."""
-
-
-def build_llama(make_llama: Callable[..., Path], out: Path, silent: Progress, **options: object) -> EngineBundle:
-    sku = match_gpu(own_gpus()[0], sku_table()).sku
-    config = BuildConfig(out=out, precision="bf16", verify_passes=False, **options)
-    return build(str(make_llama(**SIZES)), [sku.name], config, silent)[0].bundle
 
 
 @pytest.fixture(scope="module", params=["bf16", "int8"])
@@ -61,42 +52,23 @@ def found(request: pytest.FixtureRequest, make_llama, tmp_path_factory, silent: 
         (folder / "limits.toml").write_text(LOOSE)
         loose = {"search": "all", "keep_ends": False, "generate": 8, "calibration": FEW}
         options["quantize"] = QuantizeConfig("int8", kv="int8-kv", limits=folder / "limits.toml", **loose)
-    bundle = build_llama(make_llama, folder / "bundle", silent, **options)
+    sku = match_gpu(own_gpus()[0], sku_table()).sku
+    config = BuildConfig(out=folder / "bundle", precision="bf16", verify_passes=False, **options)
+    bundle = build(str(make_llama(**SIZES[request.param])), [sku.name], config, silent)[0].bundle
     return profile(bundle.path, CONFIG, silent)
 
 
-def device_seconds(found: Profile, steps: tuple[Step, ...]) -> float:
-    """Of steps, by the device's events without any profiler; the device sleeps until all of a step is queued."""
-    bundle = open_bundle(found.bundle.path)
-    _, session = decoder_workload(bundle, found.config, 1)
-    backend = session.open(None, None)
-    stream = torch.cuda.ExternalStream(backend._runtime.address)
-    taken = []
-    with torch.cuda.stream(stream):
-        for _ in range(6):
-            total = 0.0
-            for step in steps:
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                torch.cuda._sleep(SLEEP)
-                start.record()
-                backend.launch(step.inputs, step.launch.sampling, step.launch.feed, logits=False)
-                end.record()
-                backend.collect()
-                end.synchronize()
-                total += start.elapsed_time(end) / 1e3
-            taken.append(total)
-    backend.close()
-    return statistics.median(taken[1:])
-
-
 def test_operators_sum_to_what_the_device_takes(found: Profile) -> None:
-    """Within a tenth, or 10 us for the events themselves. A prompt's kernels wait for the host when one looks on."""
+    """By its own clock and without a profiler: within a tenth, and 1 us for what lies between two kernels."""
     for phase in found.phases:
-        seconds = device_seconds(found, found.traced[phase.name].steps)
-        waiting = 0.0 if phase.name.startswith("prefill") else phase.dispatch
-        print(f"{phase.title}: {phase.in_operators * 1e6:.1f} + {waiting * 1e6:.1f} us, by events {seconds * 1e6:.1f}")
-        assert phase.in_operators + waiting == pytest.approx(seconds, rel=0.1, abs=10e-6)
-        assert phase.in_operators < phase.seconds * 1.05
+        device = phase.seconds - phase.host
+        between = 1e-6 * max(len(run.calls) for run in found.traced[phase.name].runs)
+        print(
+            f"{phase.title}: pass {phase.seconds * 1e6:.1f} us, device {device * 1e6:.1f} us, operators "
+            f"{phase.in_operators * 1e6:.1f} us in {len(phase.operators)} nodes"
+        )
+        assert phase.in_operators == pytest.approx(device, abs=0.1 * device + between)
+        assert device <= phase.seconds
 
 
 def test_every_kernel_has_a_node_of_the_graph(found: Profile) -> None:
@@ -133,7 +105,9 @@ def test_nodes_that_do_the_same_take_the_same_kernels(found: Profile) -> None:
 
 def test_work_is_that_of_the_model(found: Profile) -> None:
     """Products of each layer and of the head, for the tokens of a phase; a batch of 12 is run as one of 16."""
-    hidden, narrow, wide = 512, 2 * 64, 2048
+    eight = found.bundle.manifest.quantization is not None
+    sizes = SIZES["int8" if eight else "bf16"]
+    hidden, narrow, wide = sizes["hidden_size"], sizes["num_key_value_heads"] * 64, sizes["intermediate_size"]
     layers = 2 * (hidden * (hidden + 2 * narrow) + hidden * hidden + 3 * hidden * wide)
     for phase, rows in zip(found.phases, (256, 1, 16), strict=True):
         nodes = [node for node in phase.operators if node.work.is_product and node.operator != "PagedAttention"]
@@ -141,7 +115,6 @@ def test_work_is_that_of_the_model(found: Profile) -> None:
         assert 0.3 * most < sum(node.work.operations for node in nodes) <= most
         if not phase.name.startswith("prefill"):  # whose last layer computes one row behind its attention
             assert sum(node.work.operations for node in nodes) == most
-        eight = found.bundle.manifest.quantization is not None
         weights = sum(node.work.weights for node in nodes)
         assert weights == pytest.approx((layers + hidden * 512) * (1 if eight else 2), rel=0.02)
         assert all(node.seconds > 0.2 * node.best for node in nodes), "far faster than the roofline"
