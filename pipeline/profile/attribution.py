@@ -72,7 +72,8 @@ def clock_shift(launches: Sequence[Span], nodes: Sequence[Span]) -> int:
         )
     ranges = np.split(enough, np.flatnonzero(np.diff(enough) > 1) + 1)
     nearest = min(ranges, key=lambda places: np.abs(_SHIFTS[places]).min())
-    best = [place for place in nearest if inside[place] == max(inside[place] for place in nearest)]
+    most = max(inside[place] for place in nearest)
+    best = [place for place in nearest if inside[place] == most]
     return int(_SHIFTS[best[len(best) // 2]])
 
 
