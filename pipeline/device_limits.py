@@ -92,6 +92,13 @@ def least_call() -> float:
     return device_seconds(lambda: torch.neg(one, out=one), 100)
 
 
+def l2_bytes() -> int:
+    """Size of the device's L2 cache."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+
+
 def has_float8() -> bool:
     """Whether the device multiplies numbers of 8 bits with an exponent."""
     import torch
