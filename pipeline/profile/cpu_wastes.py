@@ -28,7 +28,7 @@ def cpu_wastes(phase: Phase, roofline: Roofline, manifest: Manifest, threads: in
         "scheduling, packing, choosing tokens and text are done while no operator runs",
         "kiln tune for a larger batch, or kiln serve --speculate for fewer steps",
     )
-    yield launching(phase, "operators")
+    yield launching(phase, "operators are started one by one")
 
 
 def _weights(phase: Phase, roofline: Roofline) -> Iterator[Waste]:

@@ -28,7 +28,7 @@ def gpu_wastes(phase: Phase, roofline: Roofline, manifest: Manifest) -> Iterator
         "the device waits: scheduling, packing and text, or bringing inputs and results over, take longer than it does",
         "kiln tune for larger steps",
     )
-    yield launching(phase, "kernels")
+    yield launching(phase, "there are pauses between their kernels")
 
 
 def bits_of_weights(work: CallWork) -> float:

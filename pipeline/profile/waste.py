@@ -92,12 +92,12 @@ def below_roof(phase: Phase, switch_of: Callable[[str, list[OperatorTime]], str]
         yield Waste(f"{operator} below the roof", seconds - best, why, switch_of(operator, nodes))
 
 
-def launching(phase: Phase, started: str) -> Waste:
-    """Starting what is `started`, such as operators, and what does next to nothing once it is."""
+def launching(phase: Phase, how: str) -> Waste:
+    """The time in no operator, which is lost by `how` they are started, and that of those with nothing to do."""
     launches = [node for node in phase.operators if node.bound == "launch"]
     return Waste(
-        f"launching {started}",
+        "launching operators",
         phase.dispatch + sum(node.seconds for node in launches),
-        f"{len(phase.operators)} {started} are started one by one, {len(launches)} of them with next to no work",
+        f"{how}, and {len(launches)} of {len(phase.operators)} have next to no work",
         "graph passes (kiln optimize --list), or a larger batch (kiln tune)",
     )
