@@ -40,9 +40,11 @@ from gpu_bench.serving import (
     trace_floor,
     trace_totals,
 )
+from gpu_bench.trace_steps import step_table, traced_steps
 
 from engines.backends.base import DecoderBackend, LaunchingBackend
 from engines.bundle import EngineBundle, open_bundle
+from engines.runtime.allocator import exempt_from_collection
 from engines.runtime.engine import Engine
 from pipeline.config import BuildConfig
 from pipeline.floors import DecoderWork, decoder_work_from_graph
@@ -108,10 +110,12 @@ def measure(bundle: EngineBundle, seed: int, kernels: bool, progress: Progress) 
     work = decoder_work_from_graph(bundle.engine_path, decoder)
     with progress.stage("open the engine"):
         engine = Engine.open(bundle.path, kv_blocks=KV_BLOCKS, config=SCHEDULING)
+    exempt_from_collection()  # as the processes of kiln serve do
     with engine:
         yield from engine_figures(engine, work, limits, Sizes(), MIXED, seed)
         if kernels:
             print_kernels(engine.backend, Sizes())
+            print_trace(engine, Sizes(), seed)
 
 
 def beside(figures: list[Figure], other: dict[str, Any]) -> list[Figure]:
@@ -141,6 +145,13 @@ def print_kernels(backend: DecoderBackend, sizes: Sizes) -> None:
     for prompt in sizes.prompts:
         whole = prompt_inputs(backend, prompt)
         print(kernel_table(f"prompt of {prompt}", *kernels_of(lambda whole=whole: run_step(backend, whole), 3)))
+
+
+def print_trace(engine: Engine, sizes: Sizes, seed: int) -> None:
+    if isinstance(engine.backend, LaunchingBackend):
+        with traced_steps(engine.backend) as steps:
+            serve_trace(engine, MIXED.draw(sizes.requests, seed))
+        print(step_table(steps))
 
 
 def cuda_plugin(bundle: EngineBundle) -> Path:

@@ -8,11 +8,13 @@ import onnx
 import pytest
 from bench_gpu import Sizes, beside, document_of, engine_figures
 from gpu_bench.deepen import deepen
+from gpu_bench.device_step import decode_inputs, greedy
 from gpu_bench.figures import Figure, table
 from gpu_bench.limits import DeviceLimits
 from gpu_bench.llama8b import Shape, random_bundle, save_model
 from gpu_bench.quantise import QUANTS, quantise
 from gpu_bench.serving import MIXED, first_token_floor, step_floor, trace_floor, trace_totals
+from gpu_bench.trace_steps import TracedStep, step_table, traced_steps
 from gpu_bench.widen import random_values, widen
 
 from engines.bundle import EngineBundle, open_bundle
@@ -29,6 +31,7 @@ from plugins.paged_attention.schema import KvLayer, KvSpec
 from plugins.quant_matmul.cuda_choice import Choices, Measured
 from plugins.quant_matmul.cuda_packing import restored, unpack
 from plugins.quant_matmul.cuda_schema import FORMATS
+from tests.engines.launching_fake import LaunchingFake
 
 torch = pytest.importorskip("torch")
 
@@ -266,3 +269,31 @@ def test_low_bit_steps_are_held_against_those_of_another_run(tmp_path):
         (tmp_path / "16.txt").write_text(text)
         with pytest.raises(SystemExit, match=says):
             document_of(tmp_path / "16.txt")
+
+
+def test_steps_of_a_trace_are_told_apart_by_what_is_in_them():
+    """Each lasts from the end of the step before; the first has none."""
+    sizes = ((512, 2, 0), (512, 2, 0), (3, 3, 30), (40, 40, 400))
+    steps = [
+        TracedStep(*size, launch=(n, n + 0.25), collect=(n + 0.25, n + 0.75)) for n, size in enumerate(sizes, start=1)
+    ]
+    table = {tuple(line[:20].split()): line[20:].split() for line in step_table(steps).splitlines()[1:]}
+    each = ["1.000", "1000.00", "250.00", "500.00"]
+    assert table == {
+        ("prompts",): ["1", "512", "0", *each],
+        ("decode,", "up", "to", "32"): ["1", "3", "10", *each],
+        ("decode,", "up", "to", "64"): ["1", "40", "10", *each],
+    }
+
+
+def test_launched_steps_are_recorded_as_they_are_collected():
+    backend = LaunchingFake()
+    with traced_steps(backend) as steps:
+        for context in (20, 21):
+            step = decode_inputs(backend, 2, context)
+            backend.launch(step, greedy(2), np.full(2, -1, np.int32), logits=False)
+        backend.collect()
+        assert [(step.tokens, step.sequences, step.context) for step in steps] == [(2, 2, 40)]
+        backend.collect()
+    assert [step.context for step in steps] == [40, 42]
+    assert all(step.launch[0] <= step.launch[1] <= step.collect[0] <= step.collect[1] for step in steps)

@@ -205,7 +205,7 @@ class CudaDecoder:
         self._staging.send(turn, layout.size)
         rows = len(inputs.logits_indices)
         address = self._logits.of(rows * self.vocab_size * 4).address
-        self._session.bind_inputs(self._binding, layout, self._staging.address)
+        self._session.bind_inputs(self._binding, layout, self._staging.address, self._staging.host_address(turn))
         self._session.bind_logits(self._binding, rows, address)
         if self._tokens is not None:
             if rows > MOST_ROWS:

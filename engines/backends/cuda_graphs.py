@@ -156,9 +156,9 @@ class DecodeGraphs:
         """Run a step of padding alone, so that everything is loaded and allocated, and capture the same again."""
         layout = self._layouts[size]
         binding = self._bindings[size] = self._session.binding()
-        self._session.bind_inputs(binding, layout, self._inputs.address)
+        self._session.bind_inputs(binding, layout, self._inputs.address, self._staging.host_address(0))
         table = Layout({TABLE: Array((size, self._width))})
-        self._session.bind_inputs(binding, table, self._table.address)
+        self._session.bind_inputs(binding, table, self._table.address, self._table.host_address(0))
         self._session.bind_logits(binding, size, self._logits.address)
         if self._tokens is not None:
             self._session.bind_tokens(binding, size, self._tokens)

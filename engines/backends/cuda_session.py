@@ -21,6 +21,8 @@ _CONFIG = {"session.use_device_allocator_for_initializers": "1"}
 MOST_ROWS = 1 << 16
 """Rows of logits of one step that tokens are chosen from."""
 _NO_WAITING = "disable_synchronize_execution_providers"
+_HOST_MEMORY = "Cpu"
+"""What ONNX Runtime calls it."""
 
 
 class CudaSession:
@@ -60,6 +62,9 @@ class CudaSession:
         )
         check_serving_graph(engine, self._session, kv, (), samples=samples)
         self.vocabulary: int = next(node for node in self._session.get_outputs() if node.name == LOGITS).shape[1]
+        places = zip(self._session.get_inputs(), self._session.get_input_memory_infos(), strict=True)
+        on_host = {tensor.name for tensor, memory in places if memory.name == _HOST_MEMORY}
+        self._host_inputs = set() if runtime.provider == CPU else on_host
         self._run_options = onnxruntime.RunOptions()
         self._run_options.add_run_config_entry(_NO_WAITING, "1")
         self._caches: dict[str, DeviceMemory] = {}
@@ -106,10 +111,18 @@ class CudaSession:
             binding.bind_output(tensor.output_name, *place, address)
         return binding
 
-    def bind_inputs(self, binding: Any, layout: Layout, address: int) -> None:
-        """Let a binding read the arrays of a layout, which begins at a device address."""
+    def bind_inputs(self, binding: Any, layout: Layout, address: int, host_address: int) -> None:
+        """Let a binding read the arrays of a layout, which begins at a device address and at one of the host.
+
+        Those that the graph does not read on the device, `position_ids` of a graph that rotates by lengths for one, are
+        bound where they are on the host: ONNX Runtime would copy them there first, and wait for the step before.
+        """
         for name, array in layout.arrays.items():
-            self._bind(binding.bind_input, name, array.dtype, array.shape, address + layout.offsets[name])
+            offset = layout.offsets[name]
+            if name in self._host_inputs:
+                binding.bind_input(name, "cpu", 0, ONNX_TYPE[array.dtype], array.shape, host_address + offset)
+            else:
+                self._bind(binding.bind_input, name, array.dtype, array.shape, address + offset)
 
     def bind_logits(self, binding: Any, rows: int, address: int) -> None:
         """Let a binding write its logits, float32 [rows, vocabulary], to a device address."""

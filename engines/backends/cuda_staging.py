@@ -102,6 +102,10 @@ class Staging:
         """The pinned area of a turn; the step that used it before must have been collected."""
         return self._pinned[turn].bytes
 
+    def host_address(self, turn: int) -> int:
+        """Of the pinned area of a turn."""
+        return self._pinned[turn].address
+
     def send(self, turn: int, size: int, target: int | None = None) -> None:
         """Queue the copy of the area's first bytes to the device: to this staging's own area, or to `target`."""
         self._runtime.copy(self._device.address if target is None else target, self._pinned[turn].address, size)

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, cast
 
 from numpy.typing import NDArray
 
-from engines.runtime.allocator import share_one_malloc_arena
+from engines.runtime.allocator import exempt_from_collection, share_one_malloc_arena
 from engines.runtime.engine import Engine
 from engines.runtime.request import Request, RequestError, TokenChunk
 from engines.server.messages import (
@@ -110,6 +110,7 @@ class EngineChild:
         logging.getLogger("kiln").setLevel(opening.log_level)
         _LOG.info("opening %s", opening.spec.path)
         self._engine = Engine.open(**vars(opening.spec))
+        exempt_from_collection()
         self._outbox.put(Reply(call, self._engine.info))
 
     @property

@@ -68,6 +68,11 @@ def soak_device_memory(
             preemptions += soak.preemptions
             opened.append(used_mib(runtime))
         closed.append(used_mib(runtime))
+        print(
+            f"round {number + 1} of {rounds}: {sum(outcomes.ended.values())} requests, device memory in use "
+            f"{opened[-1]:.1f} MiB open, {closed[-1]:.1f} MiB closed",
+            flush=True,
+        )
     short = sum(count for (_, outcome), count in outcomes.ended.items() if outcome == "no memory")
     return DeviceSoak(opened, closed, away, preemptions, short)
 

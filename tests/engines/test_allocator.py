@@ -1,4 +1,4 @@
-"""How many arenas glibc has after threads allocated, as its own report says."""
+"""How many arenas glibc has after threads allocated, as its own report says; what the collector passes over."""
 
 import os
 import platform
@@ -44,3 +44,14 @@ def arenas(call: str) -> int:
 def test_threads_share_one_arena():
     assert arenas("") > 1
     assert arenas("share_one_malloc_arena()") == 1
+
+
+def test_what_exists_is_not_collected_again():
+    program = """
+import gc
+from engines.runtime.allocator import exempt_from_collection
+exempt_from_collection()
+print(len(gc.get_objects()) < gc.get_freeze_count())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

@@ -64,6 +64,17 @@ def test_prompt_and_decode_equal_the_model(decoder, model) -> None:
     assert len(backend._runtime.launched) == 1, "prompts without a graph, the decode step with one"
 
 
+def test_inputs_that_are_read_on_the_host_are_bound_there(decoder, model) -> None:
+    """Nothing reaches the device any more, so that its copy is that of the step before."""
+    backend = decoder()
+    backend._session._host_inputs = {"input_ids"}
+    backend.step(prompt([1, 2, 3], [5], model.block_size))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend._staging, "send", lambda *arguments: None)
+        found = backend.step(prompt([3, 14, 9], [5], model.block_size))
+    np.testing.assert_allclose(found, model.logits([3, 14, 9]), rtol=1e-4, atol=1e-4)
+
+
 def test_padding_writes_nowhere(decoder, model) -> None:
     runtime = HostRuntime()
     backend = decoder(ladder=(8,), runtime=runtime)
