@@ -289,11 +289,11 @@ def test_steps_of_a_trace_are_told_apart_by_what_is_in_them():
 def test_launched_steps_are_recorded_as_they_are_collected():
     backend = LaunchingFake()
     with traced_steps(backend) as steps:
-        for context in (20, 21):
+        for context in (5, 6):
             step = decode_inputs(backend, 2, context)
             backend.launch(step, greedy(2), np.full(2, -1, np.int32), logits=False)
         backend.collect()
-        assert [(step.tokens, step.sequences, step.context) for step in steps] == [(2, 2, 40)]
+        assert [(step.tokens, step.sequences, step.context) for step in steps] == [(2, 2, 10)]
         backend.collect()
-    assert [step.context for step in steps] == [40, 42]
+    assert [step.context for step in steps] == [10, 12]
     assert all(step.launch[0] <= step.launch[1] <= step.collect[0] <= step.collect[1] for step in steps)
