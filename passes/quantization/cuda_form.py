@@ -97,8 +97,10 @@ class StandardForm:
             q.dtype = np.dtype(np.int8)
             rows = self._cast(q, onnx.TensorProto.FLOAT)
         else:
-            axis = self._constant("last", np.array([-1]))
-            largest = self._one("ReduceMax", self._one("Abs", self._x), axis, keepdims=1)
+            # TopK, because ONNX Runtime 1.31's ReduceMax gives another shape where there are no rows.
+            one = self._constant("one", np.array([1]))
+            largest, place = self._many("TopK", [self._one("Abs", self._x), one], 2, axis=-1)
+            place.dtype = np.dtype(np.int64)
             largest = self._one("Max", largest, self._constant("smallest", np.array(_SMALLEST, np.float32)))
             top = self._constant("top", np.array(_FLOAT8, np.float32))
             units = self._one("Mul", self._x, self._one("Div", top, largest))

@@ -172,19 +172,6 @@ def test_a_step_without_rows_gives_none(decoder, model: Model) -> None:
     assert decoder().step(replace(step, logits_indices=ints())).shape == (0, model.vocabulary)
 
 
-def test_a_prompt_is_queued_without_waiting_for_the_device(decoder, model: Model) -> None:
-    """A copy to memory that is not pinned would wait for all that was queued before."""
-    from torch.profiler import ProfilerActivity, profile
-
-    backend, step = decoder(), prompt(list(range(1, 30)), [0, 1], model.block_size)
-    backend.step(step)
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        backend.step(step)
-    copies = [event.key for event in seen.key_averages() if "Memcpy" in event.key]
-    assert copies, "inputs went to the device and logits came from there"
-    assert not [name for name in copies if "Pageable" in name]
-
-
 def test_short_memory_says_how_much_there_is_and_leaves_nothing(decoder, model: Model) -> None:
     runtime = CudaRuntime()
     free, total = runtime.memory()

@@ -177,3 +177,17 @@ def test_a_cache_that_the_device_cannot_hold_is_refused_and_leaves_nothing(open_
         with open_engine(BF16, kv_blocks=64) as engine:
             assert len(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
     assert before - runtime.memory()[0] < 4 << 20
+
+
+@pytest.mark.parametrize("kind", [pytest.param(BF16, marks=gpu)])
+def test_steps_are_queued_without_waiting_for_the_device(kind: Kind, open_engine):
+    """A copy to memory that is not pinned would wait for all that was queued before."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine, sampling = open_engine(kind, kv_blocks=64, config=CONFIG), SamplingParams(max_tokens=3, ignore_eos=True)
+    engine.generate([[1, 2, 3]], sampling)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        engine.generate([list(range(1, 100)), [5, 6]], sampling)
+    copies = [event.key for event in seen.key_averages() if "Memcpy" in event.key]
+    assert copies, "inputs went to the device and tokens came from there"
+    assert not [name for name in copies if "Pageable" in name]

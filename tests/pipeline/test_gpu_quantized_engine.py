@@ -15,12 +15,15 @@ from engines.runtime.request import SamplingParams
 from engines.runtime.scheduler import SchedulerConfig
 from engines.sku import sku_table
 from engines.sku_detect import match_gpu, own_gpus
+from passes.onnx_model import onnx_model_from_path
 from pipeline.build import build
 from pipeline.config import BuildConfig
-from pipeline.expected import expected_from_file
+from pipeline.cpu_form import write_cpu_form
+from pipeline.expected import expected_from_graph
 from pipeline.progress import Progress
 from pipeline.quantize.config import QuantizeConfig
 from pipeline.tune.derive import derive_bundle
+from plugins.build import cpu_library
 from tests.pipeline.quantize_material import FEW, LOOSE
 
 pytest.importorskip("torch")
@@ -49,16 +52,17 @@ def bundle(request: pytest.FixtureRequest, make_llama, tmp_path_factory, silent:
     return build(str(make_llama(**SIZES)), [sku.name], config, silent)[0].bundle
 
 
-def test_logits_are_those_of_its_graph(bundle: EngineBundle, tmp_path: Path) -> None:
+def test_logits_are_those_of_its_graph(bundle: EngineBundle, tmp_path: Path, tmp_path_factory) -> None:
     """Prompts, whose rows W8A8 quantises, and captured steps, whose rows the kernels take as they are.
 
-    As it was built, and with all by W8A8, and all by the kernels.
+    As it was built, and with all by W8A8, and all by the kernels: each has logits of its own.
     """
     manifest = bundle.manifest
     assert sum(count for scheme, count in manifest.quantization.schemes.items() if scheme != "float") == 9
-    expected = expected_from_file(bundle.path / manifest.expected)
     variants = [bundle, *(derive_bundle(bundle, tmp_path / str(rows), kernel_rows=rows) for rows in (0, 64))]
     for variant in variants:
+        form = write_cpu_form(variant.engine_path, tmp_path_factory.mktemp("form"))
+        expected = expected_from_graph(form, onnx_model_from_path(variant.engine_path), [cpu_library()])
         config = SchedulerConfig(max_running=len(expected.texts), tokens_per_step=512)
         with Engine.open(variant.path, kv_blocks=64, config=config) as engine:
             assert isinstance(engine.backend, CudaDecoder)

@@ -36,7 +36,7 @@ pytestmark = [
 ]
 
 SIZES = {
-    "bf16": {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 8192},
+    "bf16": {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 4096},
     "int8": {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 2048},
 }
 """Quantising one takes the CPU, so that it is smaller."""
