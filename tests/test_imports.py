@@ -1,4 +1,4 @@
-"""Every module imports on a machine that has neither torch nor any inference library."""
+"""Every module imports without torch or any inference library, and the commands without any optional package."""
 
 import subprocess
 import sys
@@ -6,8 +6,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ABSENT = ("torch", "onnxruntime", "tensorrt", "triton", "ray", "polygraphy", "matplotlib", "cupy", "pycuda")
+OPTIONAL = (
+    *ABSENT,
+    *("accelerate", "gguf", "onnxscript", "PIL", "sentencepiece", "fastapi", "starlette", "uvicorn", "httpx", "cffi"),
+    *("cryptography", "fsspec", "scipy"),
+)
+"""What the extras of pyproject.toml install."""
 
-PROGRAM = """
+WITHOUT = """
 import importlib, sys
 from pathlib import Path
 
@@ -17,6 +23,10 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
+"""
+PROGRAM = (
+    WITHOUT
+    + """
 root = Path({root!r})
 count = 0
 for layer in ("plugins", "passes", "engines", "pipeline"):
@@ -27,6 +37,7 @@ for layer in ("plugins", "passes", "engines", "pipeline"):
 importlib.import_module("kiln_launcher")
 print(count)
 """
+)
 
 
 def test_every_module_imports_without_heavy_packages() -> None:
@@ -34,3 +45,11 @@ def test_every_module_imports_without_heavy_packages() -> None:
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) > 30
+
+
+def test_commands_start_without_any_extra() -> None:
+    program = WITHOUT + "sys.argv = ['kiln', 'sku', 'list']\nimport kiln_launcher\nkiln_launcher.kiln()"
+    command = [sys.executable, "-c", program.format(absent=OPTIONAL)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert "h200" in result.stdout

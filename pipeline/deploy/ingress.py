@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from engines.runtime.info import EngineInfo
-from engines.server.app import create_app
 from pipeline.deploy.bundles import BundleSource
 from pipeline.deploy.options import DeployOptions
 from pipeline.deploy.remote_engine import RemoteEngine
@@ -29,6 +28,8 @@ class Ingress:
     # Serve awaits a constructor that is a coroutine.
     async def __init__(self, options: DeployOptions, source: BundleSource) -> None:  # type: ignore[misc]
         """`source` is of the first version; later ones have the same tokenizer. Raises KilnError."""
+        from engines.server.app import create_app  # only nodes with FastAPI make one, every `kiln` imports this module
+
         self._options = options
         self._traffic: Traffic | None = await steward_of(options.app).exchange.remote(None, {})
         assert self._traffic is not None, "the traffic is directed before the HTTP side starts"
