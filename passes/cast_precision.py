@@ -3,7 +3,7 @@
 1. FP32 node with a 16-bit form, outside the islands -> the same node on 16-bit tensors; its constants, rounded once to
    nearest even, become new 16-bit constants.
 2. FP32 tensor read by 16-bit nodes -> one Cast to 16 bits, shared by all of them.
-3. 16-bit tensor read by FP32 nodes -> one Cast to FP32, shared by all of them.
+3. 16-bit tensor read by FP32 nodes -> one Cast to FP32, shared by all of them; of DequantizeLinear, a second one.
 4. `keep_io`: FP32 graph output computed in 16 bits -> Cast to FP32 under the output's name; so final logits are
    computed in 16 bits, accumulated in FP32 by the kernel and rounded once. Without `keep_io` FP32 inputs and outputs of
    the main graph become 16-bit, but not key/value caches and not tensors measured beyond the limit.
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from onnx_graphsurgeon.ir.tensor import LazyValues
 
 from passes.base import Effect, Outcome
-from passes.pattern import STANDARD, consumers, is_op
+from passes.pattern import STANDARD, consumers, is_op, producer
 from passes.precision_islands import (
     FOLLOWERS,
     FP32,
@@ -41,6 +41,7 @@ from passes.precision_islands import (
     Precision,
     Slots,
     follow_neighbours,
+    keep_beside_dequantised,
     lacks_form,
     nodes_of,
     refuse_by_value,
@@ -115,6 +116,7 @@ class CastPrecision:
                 low[id(node)] = slots
         for op in sorted(formless):
             outcome.notes.append(f"{op}: opset {graph.opset} has no {self.precision.low} form of it: kept in FP32")
+        keep_beside_dequantised(graph, low, unsafe)
         follow_neighbours(graph, low, unsafe, low_inputs)
         return low
 
@@ -143,6 +145,7 @@ class _Rewriting:
         self.low_form: dict[int, gs.Tensor] = {}
         self.high_form: dict[int, gs.Tensor] = {}
         self.home: dict[int, gs.Graph] = {}
+        self.inputs: dict[int, list[gs.Tensor]] = {}
         for scope in scopes(graph):
             for tensor in (*scope.inputs, *(made for node in scope.nodes for made in node.outputs)):
                 self.home[id(tensor)] = scope
@@ -152,6 +155,7 @@ class _Rewriting:
         kept_outputs = {id(tensor) for scope in scopes(self.graph) for tensor in scope.outputs}
         kept_outputs -= {id(tensor) for tensor in low_outputs}
         before = [(node, list(node.inputs)) for node in nodes]
+        self.inputs = {id(node): inputs for node, inputs in before}
         for tensor in low_inputs:
             self._make_low(tensor)
         for node in nodes:
@@ -209,8 +213,13 @@ class _Rewriting:
             return tensor
         if id(tensor) not in self.high_form:
             made = gs.Variable(f"{tensor.name}/float32", FP32, tensor.shape)
-            self._cast(self.home[id(tensor)], tensor, made)
             self.high_form[id(tensor)] = made
+            scope, node = self.home[id(tensor)], producer(tensor, "DequantizeLinear")
+            if node is None:
+                self._cast(scope, tensor, made)
+            else:  # once more: a Cast behind it would keep backends from multiplying in 8 bits
+                inputs = self.inputs[id(node)]
+                scope.nodes.append(gs.Node(node.op, made.name, dict(node.attrs), inputs, [made], domain=STANDARD))
         return self.high_form[id(tensor)]
 
     def _output_low(self, tensor: gs.Tensor) -> None:

@@ -4,14 +4,16 @@ A node is a candidate if its operator has a 16-bit form: by its ONNX schema at t
 by `CONTRIB_CASTABLE`. Of the candidates these stay in FP32 ("islands"):
 
 1. operators of `KEPT`: normalisations, Softmax, exponentials and powers, sums over many values, angles, recurrences,
-   quantisation;
+   dynamic quantisation; Q and D with fixed scales follow what they stand beside;
 2. decomposed norm statistics: a square (Mul(x, x) or Pow(x, 2)), the ReduceMean/ReduceSum of it, the elementwise nodes
    from there to the Mul or Div that applies the statistic, and the centring Sub(x, ReduceMean(x)) before the square;
 3. what leads to Softmax: additions of masks, selections, scaling by a constant. A mask of -3.4e38 overflows FP16;
 4. arithmetic on indices: elementwise nodes, moves and outer products fed by integers only (Cast, Range), such as
    positions, angles and masks. FP16 counts integers to 2048;
 5. nodes whose inputs or outputs were measured beyond the limit, and nodes with a constant that 16 bits cannot hold;
-6. light nodes, those without a product of matrices and without an embedding table, that read FP32 only and would need
+6. readers of a D that stays in FP32, as it must before opset 19: a Cast between D and a product keeps backends from
+   multiplying in 8 bits;
+7. light nodes, those without a product of matrices and without an embedding table, that read FP32 only and would need
    more Casts in 16 bits than in FP32.
 
 Measured ranges come from the caller; nothing is run here. Nodes are compared and stored by identity.
@@ -45,10 +47,10 @@ KEPT = _names(
     "NegativeLogLikelihoodLoss CumProd ReduceSum ReduceProd ReduceSumSquare ReduceL1 ReduceL2 ReduceLogSum "
     "ReduceLogSumExp Sin Cos Tan Asin Acos Atan Sinh Cosh Asinh Acosh Atanh Range Det GridSample AffineGrid DFT STFT "
     "MelWeightMatrix HannWindow HammingWindow BlackmanWindow LSTM GRU RNN RandomNormal RandomUniform RandomNormalLike "
-    "RandomUniformLike Bernoulli Multinomial EyeLike QuantizeLinear DequantizeLinear DynamicQuantizeLinear "
+    "RandomUniformLike Bernoulli Multinomial EyeLike DynamicQuantizeLinear "
     "If Loop Scan SequenceMap Cast CastLike BitCast Shape Size Optional RotaryEmbedding"
 )
-"""Sums are kept because how they accumulate is the backend's choice; quantisation belongs after this pass."""
+"""Sums are kept because how they accumulate is the backend's choice."""
 MOVES = _names(
     "Reshape Transpose Unsqueeze Squeeze Flatten Expand Tile Slice Split Concat Gather GatherND GatherElements "
     "Identity Where Pad DepthToSpace SpaceToDepth Dropout ScatterND ScatterElements Compress"
@@ -63,6 +65,8 @@ CONTRIB_CASTABLE = _names("Gelu FastGelu QuickGelu BiasGelu FusedMatMul FusedGem
 """Contrib operators with one float type for all their float inputs and outputs. Their sums are in FP32."""
 _STATISTICS = _names("Add Sub Mul Div Sqrt Reciprocal Pow Max Clip Abs Neg") | MOVES
 _ON_INDICES = _STATISTICS | _names("Sin Cos Exp Log Floor Ceil Round Mod Min Sign Relu Clip CumSum")
+_MOST_OF_A_SCALE = 2.0**-8
+"""Share of a scale that rounding may change: half of a step at the end of an 8-bit range."""
 _BLOCK = 2**22
 """Values of a constant that are looked at together."""
 
@@ -113,6 +117,13 @@ class Precision:
         if lost <= self._finfo.eps * size:
             return None
         return f"would lose {lost / size:.1%} of its magnitude to underflow"
+
+    def loss_of_scales(self, values: NDArray) -> str | None:
+        """The same for scales, each of which counts: with one that underflows its whole channel is lost."""
+        with np.errstate(over="ignore", under="ignore"):
+            rounded = values.astype(self.low).astype(np.float32)
+        lost = np.abs(values - rounded) > _MOST_OF_A_SCALE * np.abs(values)
+        return f"holds {np.abs(values[lost]).min():.2g}, which {self.low} cannot" if lost.any() else None
 
 
 def nodes_of(graph: gs.Graph) -> list[gs.Node]:
@@ -245,16 +256,31 @@ def refuse_by_value(node: gs.Node, slots: Slots, precision: Precision) -> str | 
         if excess := precision.excess(tensor.name):
             side = "output" if any(tensor is output for output in node.outputs) else "input"
             return f"max |{side} '{tensor.name}'| {excess}: kept in FP32"
+    scales = is_op(node, "QuantizeLinear", "DequantizeLinear")
     for tensor in tensors:
         values = values_of(tensor)
-        loss = None if values is None else precision.loss(values)
+        loss = None if values is None else precision.loss_of_scales(values) if scales else precision.loss(values)
         if loss is not None:
             return f"constant '{tensor.name}' {loss}: kept in FP32"
     return None
 
 
+def keep_beside_dequantised(graph: gs.Graph, low: dict[int, Slots], unsafe: set[int]) -> None:
+    """Rule 6: take out of `low` what reads a DequantizeLinear that is not in it, also behind nodes that move values."""
+    pending = [tensor for node in nodes_of(graph) if _stays(node, low) for tensor in node.outputs]
+    while pending:
+        for node in consumers(pending.pop()):
+            if low.pop(id(node), None) is not None and node.op in MOVES:
+                unsafe.add(id(node))
+                pending += node.outputs
+
+
+def _stays(node: gs.Node, low: Mapping[int, Slots]) -> bool:
+    return is_op(node, "DequantizeLinear") and id(node) not in low
+
+
 def follow_neighbours(graph: gs.Graph, low: dict[int, Slots], unsafe: set[int], low_inputs: set[int]) -> None:
-    """Rule 6: take light nodes out of `low` where FP32 costs no Cast.
+    """Rule 7: take light nodes out of `low` where FP32 costs no Cast.
 
     What moves a value of an `unsafe` node stays with it. Any other light node joins `low` if it reads a 16-bit value,
     or if its readers in `low` would need as many Casts as its inputs. `low_inputs`: graph inputs that are 16-bit.

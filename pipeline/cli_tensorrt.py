@@ -124,7 +124,8 @@ def tensorrt_group() -> None:
     type=click.Choice(get_args(Precision)),
     default="fp32",
     show_default=True,
-    help="16 bits around islands of FP32, chosen by ranges that are measured here.",
+    help="16 bits around islands of FP32, chosen by ranges that are measured here; with --quant, of what is not "
+    "quantised.",
 )
 @click.option(
     "--attention",

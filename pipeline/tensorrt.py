@@ -69,6 +69,8 @@ _NAMED = 5
 def build_tensorrt(source: OnnxModel, config: TensorRtBuild, progress: Progress) -> EngineBundle:
     """Rewrite, build, check and publish. Raises KilnError; nothing is published that was to be checked and failed."""
     attention = _attention_of(source, config)
+    if attention is None:
+        derive_profiles(source.inputs, None, config.serving)  # what it refuses is refused before any work
     gpu = gpu_for(config)
     processors = multiprocessors(config.sku) if attention == "plugin" else 0
     with temporary_sibling(config.out) as workspace:

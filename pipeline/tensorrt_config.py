@@ -45,7 +45,5 @@ class TensorRtBuild:
                 f"--precision is {self.precision}, which a pass makes, but --no-passes leaves the graph as it is; "
                 "leave one of them out"
             )
-        if self.quantize is not None and (not self.passes or self.precision != "fp32"):
-            raise KilnError(
-                "--quant quantises the FP32 graph that the passes leave: leave --no-passes and --precision out with it"
-            )
+        if self.quantize is not None and not self.passes:
+            raise KilnError("--quant quantises the graph that the passes leave: leave --no-passes out with it")

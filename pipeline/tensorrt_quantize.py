@@ -56,7 +56,8 @@ def quantised_for_tensorrt(
     floats_path = target.parent / "float" / target.name
     floats_path.parent.mkdir()
     with progress.stage("graph passes"):
-        floats, reports = optimize(source, floats_path, sku, passes, table=FLOAT_TABLE)
+        wide = replace(passes, precision="fp32")  # the rest is cast once Q and D are there
+        floats, reports = optimize(source, floats_path, sku, wide, table=FLOAT_TABLE)
     # One value that is rounded the other way moves all that depend on it: the gate judges what comes of all passes.
     passes = replace(passes, verify=False)
     made, more, record = quantised_engine(floats, target, sku, passes, config, libraries, tokenizer, None, progress)

@@ -101,9 +101,10 @@ def rewritten(
 
     Raises KilnError where a pass of the plan had to be undone.
     """
-    first, bound, table = found.passes(keep), dict[str, dict[str, Any]](), BINDING_TABLE
+    first, bound = found.passes(keep), dict[str, dict[str, Any]]()
+    table = BINDING_TABLE if found.target.backend == "cpu" else NARROWING_TABLE
     if found.target.backend == "cuda":
-        bound, table = found.bound(keep), NARROWING_TABLE
+        bound = found.bound(keep)
         passes = replace(passes, switches=_enabling(passes.switches, bound))
     made = optimize(model, target, sku, passes, feeds, table=table, first=first)
     reports = made[1]

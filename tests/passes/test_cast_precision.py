@@ -236,3 +236,67 @@ def test_an_opset_without_bfloat16_is_left_with_a_note(tools):
     applied = tools.apply(model, CastPrecision("bfloat16"))
     assert applied.ops == ["MatMul"]
     assert applied.outcome.notes == ["bfloat16 needs opset 13; the graph has 12"]
+
+
+# Rule 6: Q and D
+
+
+def quantised(opset=21, scale=0.02):
+    """x quantised, a product of 8 bits, one of floats that reads the same D, and another of their sum."""
+    weight = np.clip(np.round(normal(8, 8, seed=1) / 0.03), -127, 127).astype(np.int8)
+    return model_of(
+        """g (float[N, 8] x) => (float[N, 4] y) {
+            q = QuantizeLinear (x, sx, zx)
+            d = DequantizeLinear (q, sx, zx)
+            w = DequantizeLinear <axis = 1> (wq, sw, zw)
+            h = MatMul (d, w)
+            f = MatMul (d, u)
+            r = Add (h, f)
+            y = MatMul (r, v)
+        }""",
+        opset=opset,
+        sx=np.float32(0.03),
+        zx=np.int8(0),
+        sw=np.full(8, scale, np.float32),
+        zw=np.zeros(8, np.int8),
+        wq=weight,
+        u=normal(8, 8, seed=3),
+        v=normal(8, 4, seed=2),
+    )
+
+
+def products_read_dequantised(applied):
+    """Of the product of 8 bits, what makes its operands."""
+    makers = {name: node.op_type for node in applied.model.graph.node for name in node.output}
+    product = next(node for node in applied.model.graph.node if node.op_type == "MatMul")
+    return [makers.get(name) for name in product.input]
+
+
+def test_q_and_d_follow_what_they_stand_beside(tools):
+    before = quantised()
+    applied = tools.apply(before, CastPrecision("float16"))
+    types = types_of(applied.model)
+    assert low_ops(applied) == ["DequantizeLinear", "DequantizeLinear", "MatMul", "MatMul", "Add", "MatMul"]
+    assert products_read_dequantised(applied) == ["DequantizeLinear"] * 2
+    assert casts(applied) == {FLOAT: 1}  # y; x is quantised as it comes
+    assert types["sx"] == FLOAT
+    assert types["sx/float16"] == types["sw/float16"] == HALF
+    tools.same_outputs(before, applied.model, {"x": normal(5, 8, seed=9)}, 1e-2)
+
+
+def test_a_scale_that_underflows_keeps_its_product_and_the_d_of_both_is_there_twice(tools):
+    before = quantised(scale=1e-8)
+    applied = tools.apply(before, CastPrecision("float16"))
+    assert low_ops(applied) == ["DequantizeLinear", "MatMul", "Add", "MatMul"]
+    assert products_read_dequantised(applied) == ["DequantizeLinear"] * 2
+    assert casts(applied) == {HALF: 1, FLOAT: 1}  # what the product of 8 bits gives, and y
+    assert "holds 1e-08, which float16 cannot" in applied.outcome.notes[0]
+    tools.same_outputs(before, applied.model, {"x": normal(5, 8, seed=9)}, 1e-2)
+
+
+def test_before_opset_19_products_of_8_bits_stay(tools):
+    before = quantised(opset=17)
+    applied = tools.apply(before, CastPrecision("float16"))
+    assert low_ops(applied) == ["MatMul"]  # of the sum
+    assert products_read_dequantised(applied) == ["DequantizeLinear"] * 2
+    tools.same_outputs(before, applied.model, {"x": normal(5, 8, seed=9)}, 1e-2)

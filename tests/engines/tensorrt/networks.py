@@ -26,7 +26,7 @@ from passes.shapes import infer_shapes
 from passes.standard import BINDING_TABLE, FLOAT_TABLE, PassTarget, standard_passes
 from plugins.paged_attention.schema import OP_TYPE
 
-PRECISIONS = ("fp32", "fp16", "int8")
+PRECISIONS = ("fp32", "fp16", "int8", "int8-fp16")
 
 
 def prepared(
@@ -42,12 +42,10 @@ def prepared(
     if floats.decoder is not None:
         floats = cut_at_attention(floats.path, floats.path.with_name("cut.onnx"))
     passes = standard_passes(target, table=BINDING_TABLE)
-    if precision == "fp16":
-        passes = [
-            CastPrecision("float16", {name: s.range.magnitude for name, s in ranges(floats, sizes).items()}),
-            *passes,
-        ]
-    if precision == "int8":
+    if precision.endswith("fp16"):
+        magnitudes = {name: s.range.magnitude for name, s in ranges(floats, sizes).items()}
+        passes = [CastPrecision("float16", magnitudes), *passes]
+    if precision.startswith("int8"):
         passes = [insert_qdq(floats, sizes), *passes]
     return run_passes(floats, path, passes)[0]
 

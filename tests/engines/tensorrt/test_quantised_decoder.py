@@ -37,10 +37,10 @@ def command(model: Path, out: Path, limits: Path) -> list[str]:
 
 
 def test_a_decoder_multiplies_in_8_bits_and_is_held_against_the_float_graph(builder, llama, tmp_path: Path) -> None:
+    """What is not quantised is in FP16."""
     (tmp_path / "limits.toml").write_text(LOOSE)
-    done = CliRunner().invoke(
-        kiln_group, [*command(llama, tmp_path / "bundle", tmp_path / "limits.toml"), "--keep", "*.1.mlp.down_proj"]
-    )
+    build = command(llama, tmp_path / "bundle", tmp_path / "limits.toml")
+    done = CliRunner().invoke(kiln_group, [*build, "--precision", "fp16", "--keep", "*.1.mlp.down_proj"])
     assert done.exit_code == 0, done.output + str(done.exception)
     bundle = open_bundle(tmp_path / "bundle")
     record, manifest = bundle.manifest.quantization, bundle.manifest
@@ -52,7 +52,7 @@ def test_a_decoder_multiplies_in_8_bits_and_is_held_against_the_float_graph(buil
     assert len(plan.quantised) >= 8
     assert json.loads((bundle.path / record.gate).read_text())["passed"] is True
     assert manifest.tensorrt.attention == "native"
-    assert [done.changed for done in manifest.passes if done.name == "cast_attention"] == [True]
+    assert [done.changed for done in manifest.passes if done.name in ("cast_precision", "cast_attention")] == [True] * 2
     (check,) = manifest.checks
     assert check.value <= check.limit
     layers = layers_from_file(bundle.path / "layers.json")
