@@ -47,6 +47,7 @@ from pipeline.forecast import size
 from pipeline.gate.report import GateFailedError, tables_from_report
 from pipeline.ledger.recording import ledger_options, record
 from pipeline.ledger.records import entry_from_build
+from pipeline.printing import print_result
 from pipeline.progress import Progress
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import EXPORT_DTYPES
@@ -184,10 +185,7 @@ def inspect_command(bundle: Path, as_json: bool) -> None:
     if as_json:
         print(opened.manifest.model_dump_json(indent=2))
     else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = 200  # a digest in one piece, for those who search the text
-        console.print(_bundle_table(opened))
+        print_result(_bundle_table(opened))
 
 
 kiln_group.add_command(run_bundle_command)

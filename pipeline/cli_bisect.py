@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from engines.bundle import open_bundle
@@ -17,6 +16,7 @@ from pipeline.bisect.passes import PassParts
 from pipeline.bisect.search import Found, GraphParts, Measure, search
 from pipeline.cli_sku import sku_file_option
 from pipeline.compare.onnx_subject import bound_graph
+from pipeline.printing import print_result
 from pipeline.progress import Progress
 from pipeline.quantize.judge import DecoderJudge, PlainJudge, Text
 from pipeline.verify import feeds_from_file, generated_inputs
@@ -111,15 +111,13 @@ def _lengths(text: str, limit: int) -> list[int]:
 
 
 def _print(found: Found, kind: str) -> None:
-    console = Console(highlight=False)
     if found.first is None:
-        console.print(f"The outputs are the same; {len(found.changed)} of {found.parts} {kind} differ.")
+        print_result(f"The outputs are the same; {len(found.changed)} of {found.parts} {kind} differ.")
         return
-    console.print(
+    print_result(
         f"Error {found.error:.3g} of the outputs' norm; {len(found.changed)} of {found.parts} {kind} differ.\n"
         f"First: {found.first.label} (number {found.first.number}): up to it the error is {found.error_at_first:.3g}, "
-        f"before it {found.error_before_first:.3g}.",
-        markup=False,
+        f"before it {found.error_before_first:.3g}."
     )
     if found.culprits:
         table = Table(title=f"Smallest set found: explains {found.explained:.0%}", title_justify="left")
@@ -128,4 +126,4 @@ def _print(found: Found, kind: str) -> None:
         table.add_column("error alone", justify="right")
         for part, error in found.culprits:
             table.add_row(str(part.number), part.label, f"{error:.3g}")
-        console.print(table)
+        print_result(table)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
-from rich.console import Console
 
 from passes.quantization.table import Method
 from pipeline.calibration import Calibration, CalibrationConfig, calibrate
@@ -20,6 +19,7 @@ from pipeline.calibration.ranges import RangeConfig
 from pipeline.calibration.subject import calibration_model_from_path
 from pipeline.forecast import size
 from pipeline.page import write_page
+from pipeline.printing import print_result
 from pipeline.progress import Progress
 from plugins.errors import KilnError
 
@@ -122,11 +122,8 @@ def calibrate_command(
         click.echo(json.dumps({**_settings(found), "drift": json.loads(json_from_drift(found.drift))}))
         return
     click.echo(found.coverage.histogram())
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 160
     if found.drift.tensors:
-        console.print(table_from_drift(found.drift))
+        print_result(table_from_drift(found.drift))
     for name, value in _settings(found).items():
         click.echo(f"{name}: {value}")
 

@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from pipeline.compare import CompareConfig, compare
 from pipeline.compare.html import write_html
 from pipeline.compare.report import tables_from_report
 from pipeline.ledger.recording import ledger_options, record
 from pipeline.ledger.records import entry_from_comparison
+from pipeline.printing import print_result
 from pipeline.progress import Progress
 
 _DEFAULTS = CompareConfig()
@@ -73,7 +73,7 @@ def compare_command(
     if as_json:
         click.echo(report.to_json())
     else:
-        Console().print(tables_from_report(report))
+        print_result(tables_from_report(report))
     if not no_ledger:
         record(ledger, lambda: entry_from_comparison(report), progress)
     if not report.passed:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from engines.server.auth import require_safe
@@ -24,6 +23,7 @@ from pipeline.deploy.placement import place
 from pipeline.deploy.prefixes import Routing, RoutingConfig
 from pipeline.deploy.rollout import Plan
 from pipeline.deploy.update import finish, judged_badly, require_alike, start, unfinished
+from pipeline.printing import print_result
 from pipeline.progress import Progress
 from pipeline.ray_cluster import connected, nodes, serve_module
 from pipeline.registry.keys import signing_key_from_pem, trusted_keys_from_file
@@ -252,12 +252,9 @@ def status_command(address: str, app: str, as_json: bool) -> None:
     for name, found in state.replicas.items():
         counted = ", ".join(f"{count} {what.lower()}" for what, count in found.items())
         table.add_row(name, f"{shares.get(name, 0.0):.0%}", counted, state.report.figures.get(name, ""))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200
-    console.print(table)
+    print_result(table)
     if state.report.phase:
-        console.print(f"update: {state.report.phase}: {state.report.text}")
+        print_result(f"update: {state.report.phase}: {state.report.text}")
 
 
 @ray_group.command("abort")

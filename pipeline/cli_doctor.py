@@ -5,16 +5,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from engines.sku import resolve_sku, skus_from_file
 from pipeline.cli_sku import sku_file_option
 from pipeline.doctor import Need, Verdict, commands, judge, own_skus
 from pipeline.doctor_facts import Machine, inspect_machine
+from pipeline.printing import print_result
 from pipeline.progress import Progress
-
-_WIDE = 160
 
 
 @click.command("doctor")
@@ -53,19 +52,16 @@ def _document(machine: Machine, verdicts: list[Verdict], own: list[str]) -> dict
 
 
 def _print(machine: Machine, verdicts: list[Verdict], own: list[str], explain: bool) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDE
-    console.print(_installed(machine))
-    console.print(f"\nThis machine is: {', '.join(own) or 'no known SKU'}\n", markup=False)
-    console.print(_needs(verdicts) if explain else _overview(verdicts))
+    print_result(_installed(machine))
+    print_result(f"\nThis machine is: {', '.join(own) or 'no known SKU'}\n")
+    print_result(_needs(verdicts) if explain else _overview(verdicts))
     # One by one: of all SKUs together the commands contradict each other, onnxruntime against onnxruntime-gpu.
     for verdict in verdicts if explain else []:
         if todo := commands([verdict]):
             lines = "\n".join(f"  {command}" for command in todo)
-            console.print(f"\nFor {verdict.sku}, run:\n{lines}", markup=False, soft_wrap=True)
+            print_result(f"\nFor {verdict.sku}, run:\n{lines}", soft_wrap=True)
     if not explain:
-        console.print("\nkiln doctor --sku NAME shows what to do for one.", markup=False)
+        print_result("\nkiln doctor --sku NAME shows what to do for one.")
 
 
 def _installed(machine: Machine) -> Group:

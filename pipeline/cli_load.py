@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from pipeline.load_test.page import html_from_report
 from pipeline.load_test.report import Slo, report_from_run, table_from_report
@@ -23,6 +22,7 @@ from pipeline.load_test.trace import (
     workload_from_trace,
 )
 from pipeline.page import write_page
+from pipeline.printing import print_result
 from pipeline.progress import Progress
 from plugins.errors import KilnError
 
@@ -112,7 +112,7 @@ def load_command(target: str, html_path: Path | None, as_json: bool, **options: 
     if as_json:
         click.echo(report.to_json())
     else:
-        Console().print(table_from_report(report))
+        print_result(table_from_report(report))
     if html_path is not None:  # last: a page that cannot be written costs no measurement
         write_page(html_from_report(report, run), html_path)
     if run.interrupted:

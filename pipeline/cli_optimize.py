@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from engines.sku import resolve_sku
@@ -20,6 +19,7 @@ from passes.validate import check_graph
 from pipeline.cli_sku import sku_file_option
 from pipeline.optimize import OptimizeConfig, optimize
 from pipeline.pass_report import json_from_reports, result_of, table_from_reports
+from pipeline.printing import print_result
 from pipeline.progress import Progress
 from pipeline.verify import feeds_from_file
 from plugins.errors import KilnError
@@ -175,10 +175,7 @@ def optimize_command(
     if as_json:
         print(json_from_reports(reports, path=str(made.path), sha256=made.sha256, source_sha256=source.sha256))
     else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = 200
-        console.print(table_from_reports(reports))
+        print_result(table_from_reports(reports))
         print(made.path)
 
 
@@ -218,7 +215,7 @@ def _print_groups(model: Path, as_json: bool) -> None:
         table.add_column(heading, overflow="fold")
     for group in groups:
         table.add_row(group.name, group.kind, str(group.units))
-    Console().print(table)
+    print_result(table)
 
 
 def _print_passes(as_json: bool) -> None:
@@ -231,4 +228,4 @@ def _print_passes(as_json: bool) -> None:
         table.add_column(heading)
     for name, effect, default in rows:
         table.add_row(name, effect, "yes" if default else "no")
-    Console().print(table)
+    print_result(table)

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from engines.sku import Precision, Sku, resolve_sku, skus_from_file
 from engines.sku_detect import QUERY, Match, NoDriverError, gpus_from_nvidia_smi, match_gpu, own_gpus, toml_from_gpu
 from pipeline.forecast import size
 from pipeline.page import write_page
+from pipeline.printing import print_result
 from pipeline.progress import Progress
 from pipeline.sku_forecast_report import html_from_forecasts, table_from_forecasts
 from plugins.errors import KilnError
@@ -20,7 +20,6 @@ from plugins.paged_attention.schema import EXPORT_DTYPES
 sku_file_option = click.option(
     "--sku-file", type=click.Path(path_type=Path), help="A TOML file with more machine types; docs/skus.md shows one."
 )
-_WIDE = 200
 _SHOWN_PEAKS: tuple[Precision, ...] = ("fp32", "fp16", "int8", "fp8", "fp4")
 
 
@@ -38,7 +37,7 @@ def list_command(sku_file: Path | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps([sku.model_dump() for sku in table.values()]))
     else:
-        _print(_table_of_skus(list(table.values())))
+        print_result(_table_of_skus(list(table.values())))
 
 
 @sku_group.command("show")
@@ -56,7 +55,7 @@ def show_command(name: str, sku_file: Path | None, as_json: bool) -> None:
     table.add_column(overflow="fold")
     for key, text in _rows_of_sku(sku).items():
         table.add_row(key, text)
-    _print(table)
+    print_result(table)
 
 
 @sku_group.command("detect")
@@ -122,7 +121,7 @@ def forecast_command(
     if as_json:
         print(json.dumps([forecast.to_dict() for forecast in forecasts]))
     else:
-        _print(table_from_forecasts(model, forecasts))
+        print_result(table_from_forecasts(model, forecasts))
     if html_path is not None:
         write_page(html_from_forecasts(model, forecasts), html_path)
 
@@ -161,13 +160,6 @@ def _line(match: Match) -> str:
     return f"gpu {gpu.index}: {match.sku.name if match.sku else 'no SKU'} ({known})" + (
         f"; {match.reason}" if match.reason else ""
     )
-
-
-def _print(table: Table) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDE
-    console.print(table)
 
 
 def _table_of_skus(skus: list[Sku]) -> Table:

@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from engines.runtime.sequence import LANES
 from pipeline.cli_load import trace_from_options, workload_options
 from pipeline.load_test.report import Slo
 from pipeline.load_test.trace import Lengths
 from pipeline.page import write_page
+from pipeline.printing import print_result
 from pipeline.progress import Progress
 from pipeline.tune import TuneConfig, tune
 from pipeline.tune.config import ON_CPU, ON_GPU
@@ -116,7 +116,7 @@ def tune_command(
     out = out or bundle.resolve().with_name(f"{bundle.resolve().name}-tuned")
     tuning = tune(bundle, out, trace, workload, config, progress)
     if not as_json:
-        Console().print(table_from_tuning(tuning))
+        print_result(table_from_tuning(tuning))
     written = None if dry_run else tuning.write(out)
     if as_json:
         click.echo(json_from_tuning(tuning, written))
