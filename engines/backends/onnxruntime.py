@@ -321,8 +321,8 @@ def session_from_file(
             options.register_custom_ops_library(str(plugin))
         except Exception as error:
             raise KilnError(
-                f"cannot load the operator library {plugin}: {ort_message(error)}; install the ONNX Runtime that it needs, or "
-                "rebuild the bundle on this machine"
+                f"cannot load the operator library {plugin}: {ort_message(error)}; install the ONNX Runtime that it "
+                "needs, or rebuild the bundle on this machine"
             ) from error
     try:
         return onnxruntime.InferenceSession(
