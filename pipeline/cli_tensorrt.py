@@ -187,7 +187,7 @@ def build_command(
     progress = Progress(verbose=verbose)
     gpu_for(config)  # refused before a model is exported
     with _exported(model, max_context, progress) as (source, tokenizer):
-        print(build_tensorrt(source, replace(config, tokenizer=tokenizer), progress).path)
+        print(build_tensorrt(source, replace(config, tokenizer=tokenizer, origin=model), progress).path)
 
 
 @contextmanager

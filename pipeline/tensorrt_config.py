@@ -38,6 +38,8 @@ class TensorRtBuild:
     tokenizer: Path | None = None
     """A folder that goes into the bundle."""
     quantize: QuantizeConfig | None = None
+    origin: str | None = None
+    """What the user called the model, for the manifest; None for the path of its ONNX file."""
 
     def __post_init__(self) -> None:
         if not self.passes and self.precision != "fp32":

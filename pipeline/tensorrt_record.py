@@ -82,7 +82,10 @@ def manifest_of(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         name=source.path.stem,
         model=ModelRecord(
-            source=str(source.path), architecture="ONNX", sha256=source.sha256, parameters=source.parameters
+            source=made.config.origin or str(source.path),
+            architecture="ONNX",
+            sha256=source.sha256,
+            parameters=source.parameters,
         ),
         sku=SkuRecord(name=sku.name, arch=sku.arch),
         backend=backend,

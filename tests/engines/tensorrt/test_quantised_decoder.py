@@ -45,6 +45,7 @@ def test_a_decoder_multiplies_in_8_bits_and_is_held_against_the_float_graph(buil
     bundle = open_bundle(tmp_path / "bundle")
     record, manifest = bundle.manifest.quantization, bundle.manifest
     assert record is not None
+    assert manifest.model.source == str(llama)
     assert manifest.tensorrt is not None
     plan = plan_from_toml(bundle.path / record.plan)
     assert plan.of("model.layers.1.mlp.down_proj").reason == "kept: --keep"
