@@ -53,12 +53,12 @@ class Quantisation:
     def passes(self, keep: Sequence[str] = ()) -> list[Pass]:
         """Those that apply the plan, with more layers kept float; for a GPU the first of them."""
         plan = self._keeping(keep)
-        passes = quantising_passes(plan, self.table, self.moments, self.target)
+        # Before the others: behind them one row that is rounded the other way looks like an error of attention.
+        passes: list[Pass] = [AttentionPrecision("bfloat16")] if self.attends_in_bf16 else []
+        passes += quantising_passes(plan, self.table, self.moments, self.target)
         if plan.kv and self.target.backend != "cuda":
             values = plan.kv == "int8-kv"
             passes.append(QuantizeCache(self.target.decoder, values=values, max_context=self.config.kv_limit))
-        if self.attends_in_bf16:
-            passes.append(AttentionPrecision("bfloat16"))
         return passes
 
     def bound(self, keep: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
