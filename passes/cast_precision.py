@@ -116,7 +116,7 @@ class CastPrecision:
                 low[id(node)] = slots
         for op in sorted(formless):
             outcome.notes.append(f"{op}: opset {graph.opset} has no {self.precision.low} form of it: kept in FP32")
-        keep_beside_dequantised(graph, low, unsafe)
+        keep_beside_dequantised(graph, low)
         follow_neighbours(graph, low, unsafe, low_inputs)
         return low
 
@@ -154,15 +154,14 @@ class _Rewriting:
         nodes = nodes_of(self.graph)
         kept_outputs = {id(tensor) for scope in scopes(self.graph) for tensor in scope.outputs}
         kept_outputs -= {id(tensor) for tensor in low_outputs}
-        before = [(node, list(node.inputs)) for node in nodes]
-        self.inputs = {id(node): inputs for node, inputs in before}
+        self.inputs = {id(node): list(node.inputs) for node in nodes}
         for tensor in low_inputs:
             self._make_low(tensor)
         for node in nodes:
             for index in self.low[id(node)].outputs if id(node) in self.low else ():
                 self._produce_low(node, index, id(node.outputs[index]) in kept_outputs)
-        for node, inputs in before:
-            for index, tensor in enumerate(inputs):
+        for node in nodes:
+            for index, tensor in enumerate(self.inputs[id(node)]):
                 wanted = self._form_for(node, index, tensor)
                 if wanted is not node.inputs[index]:
                     node.inputs[index] = wanted

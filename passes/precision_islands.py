@@ -265,13 +265,12 @@ def refuse_by_value(node: gs.Node, slots: Slots, precision: Precision) -> str | 
     return None
 
 
-def keep_beside_dequantised(graph: gs.Graph, low: dict[int, Slots], unsafe: set[int]) -> None:
+def keep_beside_dequantised(graph: gs.Graph, low: dict[int, Slots]) -> None:
     """Rule 6: take out of `low` what reads a DequantizeLinear that is not in it, also behind nodes that move values."""
     pending = [tensor for node in nodes_of(graph) if _stays(node, low) for tensor in node.outputs]
     while pending:
         for node in consumers(pending.pop()):
             if low.pop(id(node), None) is not None and node.op in MOVES:
-                unsafe.add(id(node))
                 pending += node.outputs
 
 

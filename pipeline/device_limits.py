@@ -12,7 +12,6 @@ from plugins.errors import KilnError
 ProductKind = Literal["16-bit", "fp32", "int8", "float8"]
 _WIDTH = 8192
 """Inner length and columns of a product: its weight is larger than the L2 cache."""
-_REPLAYS = 9
 _SLEEP, _LONGEST_SLEEP = 10_000_000, 1_000_000_000
 """Cycles of the device: 5 ms, and half a second."""
 
@@ -30,8 +29,8 @@ def require_torch_cuda(purpose: str) -> None:
         )
 
 
-def device_seconds(run: Callable[[], object], calls: int) -> float:
-    """Of one call, the median of nine replays of a captured graph of `calls`."""
+def device_seconds(run: Callable[[], object], calls: int, replays: int = 9, warm_ups: int = 1) -> float:
+    """Of one call, the median of so many replays of a captured graph of `calls`, after those that warm up."""
     import torch
 
     run()
@@ -40,9 +39,10 @@ def device_seconds(run: Callable[[], object], calls: int) -> float:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             run()
-    graph.replay()
+    for _ in range(warm_ups):
+        graph.replay()
     times = []
-    for _ in range(_REPLAYS):
+    for _ in range(replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()

@@ -10,7 +10,6 @@ run. Prints one table and one JSON line.
 import argparse
 import ctypes
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pipeline.device_limits import device_seconds
 from plugins.cuda_build import cuda_library
 from plugins.sampling.cuda_calls import CudaSampling
 
@@ -36,21 +36,7 @@ KINDS: dict[str, tuple[float, float, int, float, float]] = {  # spread, temperat
 
 def microseconds(run: Callable[[], object], calls: int = 20) -> float:
     """Of one call, the median of nine replays of a graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    times = []
-    for _ in range(10):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times[1:])
+    return device_seconds(run, calls) * 1e6
 
 
 def copy_bandwidth() -> float:

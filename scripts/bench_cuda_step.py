@@ -16,7 +16,6 @@ Knows nothing of ONNX Runtime: what a backend adds to these times is measured by
 import argparse
 import ctypes
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pipeline.device_limits import device_seconds
 from plugins.cuda_build import cuda_library
 from plugins.dense.cuda_calls import ROWS, CudaLinear
 from plugins.elementwise.cuda_calls import CudaElementwise
@@ -185,20 +185,7 @@ def step(
 
 def milliseconds(run: Callable[[], Any], repetitions: int = 15) -> float:
     """Median time of a CUDA graph of `run`."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(repetitions + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[3:])
+    return device_seconds(run, 1, repetitions, warm_ups=3) * 1e3
 
 
 def read_bandwidth() -> float:

@@ -23,7 +23,7 @@ from engines.runtime.ring_kv import RingKv, ring_blocks
 from engines.runtime.scheduler import SchedulerConfig
 from engines.runtime.sequence import blocks_for
 from engines.sku import host_memory, runs_code_of
-from passes.onnx_model import DecoderSpec
+from passes.onnx_model import DecoderSpec, Tensor
 from plugins.abi import abi_hash
 from plugins.cuda_runtime import PROVIDER as CUDA
 from plugins.cuda_runtime import CudaRuntime
@@ -133,9 +133,14 @@ def cuda_decoder(
 
 def tensorrt_model(bundle: EngineBundle, record: TensorRtRecord, times: LayerTimes | None = None) -> TensorRtModel:
     """A plan of a model without a KV cache; with `times` its layers are timed."""
-    inputs = [t.tensor for t in bundle.manifest.inputs]
-    weights = None if record.weights is None else bundle.path / record.weights
+    inputs, weights = _inputs_and_weights(bundle, record)
     return model_from_plan(bundle.engine_path, record.key, inputs, record.profiles, weights, times)
+
+
+def _inputs_and_weights(bundle: EngineBundle, record: TensorRtRecord) -> tuple[list[Tensor], Path | None]:
+    """Of a plan; the file of its weights where it was built without them."""
+    inputs = [info.tensor for info in bundle.manifest.inputs]
+    return inputs, None if record.weights is None else bundle.path / record.weights
 
 
 def tensorrt_decoder(
@@ -162,8 +167,7 @@ def tensorrt_decoder(
             f"built for at most {running} and {tokens}; build it anew with --max-running and --tokens-per-step"
         )
     assert record.attention is not None
-    inputs = [t.tensor for t in bundle.manifest.inputs]
-    weights = None if record.weights is None else bundle.path / record.weights
+    inputs, weights = _inputs_and_weights(bundle, record)
     return decoder_from_plan(
         bundle.engine_path, record.key, record.attention, inputs, record.profiles, decoder.kv, weights, times
     )
