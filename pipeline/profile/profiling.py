@@ -5,8 +5,9 @@ Requests go through the runtime that serves them. How operators are timed depend
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from engines.backends.onnxruntime import CPU
@@ -24,7 +25,7 @@ from pipeline.profile.roofline import Roofline, best_roofline, measure_roofline
 from pipeline.profile.tensorrt_wastes import tensorrt_wastes
 from pipeline.profile.waste import Waste
 from pipeline.profile.wastes import largest_first, wastes_from_phase
-from pipeline.profile.workloads import Kind, ProfileConfig, decoder_workload, plain_workload
+from pipeline.profile.workloads import Kind, ProfileConfig, Session, decoder_workload, plain_workload
 from pipeline.progress import Progress
 from plugins.cuda_runtime import PROVIDER as CUDA
 from plugins.cuda_runtime import CudaRuntime
@@ -73,38 +74,49 @@ def profile(bundle_path: Path, config: ProfileConfig, progress: Progress) -> Pro
 
 def _profile_on_cpu(bundle: EngineBundle, config: ProfileConfig, progress: Progress) -> Profile:
     threads = config.threads or usable_cpus()
-    kinds, session = (decoder_workload if bundle.manifest.decoder else plain_workload)(bundle, config, threads)
-    with progress.stage("measure the roofline"):
-        before = measure_roofline(threads, _rows(kinds))
-    with tempfile.TemporaryDirectory(prefix="kiln-profile-") as folder:
-        measured = measure_on_cpu(kinds, session, Path(folder), progress)
-    with progress.stage("measure the roofline again"):
-        roofline = best_roofline(before, measure_roofline(threads, _rows(kinds)))
+    kinds, session = _workload(bundle, config, threads)
+    limits = partial(measure_roofline, threads, _rows(kinds))
+    measured, roofline = _between_rooflines(limits, measure_on_cpu, kinds, session, progress)
     return _profile_from_measured(bundle, config, kinds, measured, roofline, machine_description()["cpu"], threads)
 
 
 def _profile_on_device(bundle: EngineBundle, config: ProfileConfig, progress: Progress) -> Profile:
     _refuse_threads(bundle, config)
     require_torch_cuda("the profile of an engine on a GPU")
-    kinds, session = (decoder_workload if bundle.manifest.decoder else plain_workload)(bundle, config, 1)
-    fp32 = bundle.manifest.precision == "fp32"
-    with progress.stage("measure the roofline"):
-        before = measure_device_roofline(_rows(kinds), fp32)
-    with tempfile.TemporaryDirectory(prefix="kiln-profile-") as folder:
-        measured = measure_on_device(kinds, session, Path(folder), progress)
-    with progress.stage("measure the roofline again"):
-        roofline = best_roofline(before, measure_device_roofline(_rows(kinds), fp32))
+    kinds, session = _workload(bundle, config)
+    limits = partial(measure_device_roofline, _rows(kinds), bundle.manifest.precision == "fp32")
+    measured, roofline = _between_rooflines(limits, measure_on_device, kinds, session, progress)
     return _profile_from_measured(bundle, config, kinds, measured, roofline, _device_name(), None)
 
 
 def _profile_of_plan(bundle: EngineBundle, config: ProfileConfig, progress: Progress) -> Profile:
     _refuse_threads(bundle, config)
-    kinds, session = (decoder_workload if bundle.manifest.decoder else plain_workload)(bundle, config, 1)
+    kinds, session = _workload(bundle, config)
     layers = layers_of_bundle(bundle.path)
     measured = measure_on_tensorrt(kinds, session, layers, progress)
     found = _profile_from_measured(bundle, config, kinds, measured, None, _device_name(), None)
     wastes = {phase.name: largest_first(tensorrt_wastes(phase, layers), phase) for phase in found.phases}
     return replace(found, wastes=wastes)
+
+
+def _workload(bundle: EngineBundle, config: ProfileConfig, threads: int = 1) -> tuple[list[Kind], Session]:
+    return (decoder_workload if bundle.manifest.decoder else plain_workload)(bundle, config, threads)
+
+
+def _between_rooflines(
+    limits: Callable[[], Roofline],
+    measure: Callable[[Sequence[Kind], Session, Path, Progress], Measured],
+    kinds: Sequence[Kind],
+    session: Session,
+    progress: Progress,
+) -> tuple[Measured, Roofline]:
+    """The machine's limits are measured before and after: what else used it in one of them does not count."""
+    with progress.stage("measure the roofline"):
+        before = limits()
+    with tempfile.TemporaryDirectory(prefix="kiln-profile-") as folder:
+        measured = measure(kinds, session, Path(folder), progress)
+    with progress.stage("measure the roofline again"):
+        return measured, best_roofline(before, limits())
 
 
 def _refuse_threads(bundle: EngineBundle, config: ProfileConfig) -> None:

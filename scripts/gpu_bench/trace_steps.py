@@ -4,6 +4,7 @@ A kind of step whose waiting is next to nothing is limited by the host, any othe
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class TracedStep:
 def traced_steps(backend: LaunchingBackend) -> Iterator[list[TracedStep]]:
     """The steps that are collected meanwhile, in order."""
     steps: list[TracedStep] = []
-    launched: list[tuple[int, int, int, tuple[float, float]]] = []
+    launched: deque[tuple[int, int, int, tuple[float, float]]] = deque()
     launch, collect = backend.launch, backend.collect
 
     def timed_launch(inputs: Any, *arguments: Any, **options: Any) -> None:
@@ -54,7 +55,7 @@ def traced_steps(backend: LaunchingBackend) -> Iterator[list[TracedStep]]:
     def timed_collect() -> Any:
         start = time.perf_counter()
         result = collect()
-        steps.append(TracedStep(*launched.pop(0), (start, time.perf_counter())))
+        steps.append(TracedStep(*launched.popleft(), (start, time.perf_counter())))
         return result
 
     with patch.object(backend, "launch", timed_launch), patch.object(backend, "collect", timed_collect):
