@@ -4,8 +4,9 @@
    `kiln::LinearSwiGlu(x, W^T)`: the gated halves are never written;
 2. `MatMul(x, W [k, n])` -> `kiln::Linear(x, W^T)`; with `Add(., b [n])` after it `kiln::Linear(x, W^T, b)`.
 
-W and b are constants in the 16-bit type; W is transposed once, here. `rows`: up to so many rows take Kiln's own
-kernels, more take cuBLAS; see `kernel_rows` there. Left alone: depths that are no multiple of 8, and batched weights.
+W and b are constants in the 16-bit type; W is transposed once, here. Where W is the Transpose of a constant, that one is
+taken: a head may share the embedding. `rows`: up to so many rows take Kiln's own kernels, more take cuBLAS; see
+`kernel_rows` there. Left alone: depths that are no multiple of 8, and batched weights.
 
 Every dot product keeps its terms, summed in FP32 in another order.
 """
@@ -61,21 +62,23 @@ class BindLinear:
 
     def _gated(self, scope: gs.Graph, activation: gs.Node) -> bool:
         gate = gate_of(scope, activation)
-        if gate is None or not _has_weight(gate.matmul):
+        weight = None if gate is None else _weight_by_output(gate.matmul)
+        if gate is None or weight is None:
             return False
-        operands = [gate.matmul.inputs[0], _transposed(gate.matmul)]
+        operands = [gate.matmul.inputs[0], weight]
         self._bind(scope, LINEAR_SWIGLU.op_type, gate.product, gate.matmul, operands)
         for node in (activation, gate.split, gate.matmul):
             replace_node(scope, node)
         return True
 
     def _plain(self, scope: gs.Graph, matmul: gs.Node) -> bool:
-        if not _has_weight(matmul):
+        weight = _weight_by_output(matmul)
+        if weight is None:
             return False
-        last, operands = matmul, [matmul.inputs[0], _transposed(matmul)]
+        last, operands = matmul, [matmul.inputs[0], weight]
+        width = weight.shape[0]
         add = only_consumer(scope, matmul.outputs[0], "Add")
         bias = other_input(add, matmul.outputs[0]) if add is not None and in_scope(scope, add) else None
-        width = static_dim(matmul.inputs[1], 1)
         if add is not None and isinstance(bias, gs.Constant) and list(bias.shape) == [width]:
             last = add
             operands.append(bias)
@@ -124,16 +127,24 @@ def gated_products(graph: gs.Graph) -> set[str]:
     return {gate.matmul.name for node in activations if (gate := gate_of(graph, node)) is not None}
 
 
-def _has_weight(matmul: gs.Node) -> bool:
+def _weight_by_output(matmul: gs.Node) -> gs.Constant | None:
+    """The constant weight [n, k] of a product; None where it has none that the operators take."""
     x, weight = matmul.inputs
+    turned = producer(weight, "Transpose")
+    if turned is not None:
+        if list(turned.attrs.get("perm", (1, 0))) != [1, 0]:
+            return None
+        weight = turned.inputs[0]
     if not isinstance(weight, gs.Constant) or len(weight.shape) != 2 or isinstance(x, gs.Constant):
-        return False
+        return None
     typed = any(has_type(x, low) and has_type(weight, low) for low in LOW_TYPES.values())
-    return typed and weight.shape[0] % _VECTOR == 0
+    if not typed or weight.shape[0 if turned is None else 1] % _VECTOR:
+        return None
+    return weight if turned is not None else _transposed(matmul.outputs[0].name, weight)
 
 
-def _transposed(matmul: gs.Node) -> gs.Constant:
-    return gs.Constant(f"{matmul.outputs[0].name}/weight_by_output", _Transposed(matmul.inputs[1]))
+def _transposed(product: str, weight: gs.Constant) -> gs.Constant:
+    return gs.Constant(f"{product}/weight_by_output", _Transposed(weight))
 
 
 class _Transposed(LazyValues):

@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpu_bench.device_step import decode_inputs, device_step, prompt_inputs, run_step
+from gpu_bench.device_step import decode_inputs, device_step, mixed_inputs, prompt_inputs, run_step
 from gpu_bench.figures import GOALS, Figure, table
 from gpu_bench.kernels import kernel_table, kernels_of
 from gpu_bench.limits import DeviceLimits, attention_figures, measure_device
@@ -53,6 +53,8 @@ from pipeline.progress import Progress
 
 KV_BLOCKS = 24_576
 """For 393,216 tokens, more than any experiment has: 48 GiB."""
+MIXED_STEP = (130, 800, 10, 778)
+"""What the trace's steps with prompts hold on average: sequences, tokens of each, prompts, tokens of each."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,10 @@ def print_kernels(backend: DecoderBackend, sizes: Sizes) -> None:
     for prompt in sizes.prompts:
         whole = prompt_inputs(backend, prompt)
         print(kernel_table(f"prompt of {prompt}", *kernels_of(lambda whole=whole: run_step(backend, whole), 3)))
+    mixed = mixed_inputs(backend, *MIXED_STEP)
+    sequences, context, prompts, tokens = MIXED_STEP
+    title = f"{sequences} sequences of {context} and {prompts} prompts of {tokens}"
+    print(kernel_table(title, *kernels_of(lambda: run_step(backend, mixed), 12)))
 
 
 def print_trace(engine: Engine, sizes: Sizes, seed: int) -> None:

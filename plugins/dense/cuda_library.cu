@@ -69,9 +69,20 @@ LinearLibrary::~LinearLibrary() {
   if (workspace_) cudaFree(workspace_);
 }
 
-const char* LinearLibrary::run(const Linear& call, void* packed, cudaStream_t stream) const {
+const char* LinearLibrary::run(const Linear& call, int64_t piece, void* packed, cudaStream_t stream) const {
+  for (int64_t row = 0; row < call.rows; row += piece) {
+    Linear part = call;
+    part.rows = std::min(piece, call.rows - row);
+    part.x = static_cast<const uint16_t*>(call.x) + row * call.depth;
+    part.y = static_cast<uint16_t*>(call.y) + row * call.width;
+    if (const char* problem = run_piece(part, packed, stream)) return problem;
+  }
+  return nullptr;
+}
+
+const char* LinearLibrary::run_piece(const Linear& call, void* packed, cudaStream_t stream) const {
   const int64_t width = call.swiglu ? 2 * call.width : call.width;
-  if (call.rows == 0 || width == 0) return nullptr;
+  if (width == 0) return nullptr;
   constexpr int64_t kMost = (int64_t{1} << 31) - 1;
   if (call.rows > kMost || width > kMost || call.depth > kMost) return "a dimension is larger than cuBLAS takes";
   void* product = call.swiglu ? packed : call.y;
@@ -108,12 +119,15 @@ const char* LinearLibrary::run(const Linear& call, void* packed, cudaStream_t st
 
 }  // namespace kiln::cuda
 
-// For tests: the product by a cuBLAS of its own, done when this returns. Null, or what failed.
+// For tests: the product by a cuBLAS of its own, done when this returns; `packed` has room for all rows. Null, or what
+// failed.
 extern "C" __attribute__((visibility("default"))) const char* kiln_cuda_linear_library(const kiln::cuda::Linear* call,
-                                                                                       void* packed, void* stream) {
+                                                                                       int64_t most, void* packed,
+                                                                                       void* stream) {
   const char* problem = nullptr;
   const kiln::cuda::LinearLibrary library(&problem);
-  if (!problem) problem = library.run(*call, packed, static_cast<cudaStream_t>(stream));
+  const int64_t piece = kiln::cuda::piece_rows(call->rows, most);
+  if (!problem) problem = library.run(*call, piece, packed, static_cast<cudaStream_t>(stream));
   if (!problem && cudaStreamSynchronize(static_cast<cudaStream_t>(stream)) != cudaSuccess)
     problem = "the device failed";
   return problem;

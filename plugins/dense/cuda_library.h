@@ -2,9 +2,20 @@
 // Runtime or torch has it; the library neither links against it nor ships it.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda.h"
 
 namespace kiln::cuda {
+
+// Rows of one product of cuBLAS where a call of so many is cut into pieces of at most `most` rows, for which large
+// products are cut evenly; 0: never. A call of a few rows more than `most` is worth no cut.
+inline int64_t piece_rows(int64_t rows, int64_t most) {
+  if (most <= 0 || rows <= most + most / 3) return rows;
+  constexpr int64_t kWhole = 128;  // of cuBLAS's tiles
+  const int64_t pieces = (rows + most - 1) / most;
+  return ((rows + pieces - 1) / pieces + kWhole - 1) / kWhole * kWhole;
+}
 
 // cuBLAS and its workspace for calls of one stream at a time, on the current device.
 class LinearLibrary {
@@ -15,11 +26,13 @@ class LinearLibrary {
   LinearLibrary(const LinearLibrary&) = delete;
   LinearLibrary& operator=(const LinearLibrary&) = delete;
 
-  // With SwiGLU, `packed` is memory for [rows, 2 * width] values, both halves of the product, rounded; else unused.
-  // The call's scratch is not used. Null, or what failed.
-  const char* run(const Linear& call, void* packed, cudaStream_t stream) const;
+  // Multiplies `piece` rows at a time. With SwiGLU, `packed` is memory for [piece, 2 * width] values, both halves of
+  // their product, rounded; else unused. The call's scratch is not used. Null, or what failed.
+  const char* run(const Linear& call, int64_t piece, void* packed, cudaStream_t stream) const;
 
  private:
+  const char* run_piece(const Linear& call, void* packed, cudaStream_t stream) const;
+
   void* handle_ = nullptr;
   void* workspace_ = nullptr;
 };

@@ -28,11 +28,15 @@ struct Kernel {
   static constexpr size_t kInputs = kOperands, kOutputs = 1;
 
   OrtApi api;
-  int64_t kernel_rows;
+  int64_t kernel_rows, most_rows;  // most_rows: of a piece
   cuda::Element element;
 
   Kernel(OrtApi api, const OrtKernelInfo* info, int type)
-      : api(api), kernel_rows(attribute(api, info, "kernel_rows", int64_t{0})), element(element_of(type)) {
+      : api(api),
+        kernel_rows(attribute(api, info, "kernel_rows", int64_t{0})),
+        most_rows(attribute(api, info, "piece_rows", int64_t{3072})),
+        element(element_of(type)) {
+    if (most_rows < 0) fail("piece_rows must be 0 (whole) or more: found ", most_rows);
     if (kernel_rows < 0 || kernel_rows > cuda::kLinearRows)
       fail("kernel_rows must be 0 (always cuBLAS) to ", cuda::kLinearRows, ": found ", kernel_rows);
   }
@@ -49,9 +53,10 @@ struct Kernel {
       require_cuda(cuda::run(call, stream), "the kernel cannot be launched");
       return;
     }
-    const size_t bytes = Which::kSwiGlu ? static_cast<size_t>(call.rows) * call.width * 4 : 0;
+    const int64_t piece = cuda::piece_rows(call.rows, most_rows);
+    const size_t bytes = Which::kSwiGlu ? static_cast<size_t>(piece) * call.width * 4 : 0;
     void* packed = bytes ? varying_scratch_of(stream, bytes) : nullptr;
-    if (const char* problem = library_of<cuda::LinearLibrary>(stream).run(call, packed, stream)) fail(problem);
+    if (const char* problem = library_of<cuda::LinearLibrary>(stream).run(call, piece, packed, stream)) fail(problem);
   }
 
  private:

@@ -13,7 +13,8 @@ type, sums are float32 and rounded once.
 The depth is a multiple of 8, and so is LinearSwiGlu's width. Up to `kernel_rows` rows (0 to 32) take Kiln's kernels,
 more take cuBLAS; which pays is measured for each SKU, and until then all take cuBLAS. With the kernels a row's result
 depends on that row alone, to the bit: not on the others nor on their number. With cuBLAS, LinearSwiGlu does round its
-two halves, and the depth and width are free.
+two halves, and the depth and width are free. It multiplies at most `piece_rows` rows at a time, or a third more; 0: all
+at once (H200, 7936 rows of a Llama-8B shape: 3 % less time in three pieces).
 """
 
 from plugins.spec import OperatorSpec, TensorSpec
@@ -31,7 +32,7 @@ LINEAR = OperatorSpec(
         TensorSpec("bias", ("width",), _HALF, optional=True),
     ),
     outputs=(TensorSpec("y", ("...", "width"), _HALF),),
-    attributes={"kernel_rows": 0},
+    attributes={"kernel_rows": 0, "piece_rows": 3072},
 )
 LINEAR_SWIGLU = OperatorSpec(
     "LinearSwiGlu",
@@ -41,5 +42,5 @@ LINEAR_SWIGLU = OperatorSpec(
         TensorSpec("bias", ("2 * width",), _HALF, optional=True),
     ),
     outputs=(TensorSpec("y", ("...", "width"), _HALF),),
-    attributes={"kernel_rows": 0},
+    attributes={"kernel_rows": 0, "piece_rows": 3072},
 )

@@ -38,6 +38,7 @@ const char* unsupported(const QuantLinear& call) {
   if (call.rows < 0) return "rows: expected 0 or more";
   if (call.depth <= 0 || call.depth % (nibbles ? 32 : 16))
     return nibbles ? "depth: expected a multiple of 32" : "depth: expected a multiple of 16";
+  if (call.few_rows < 0 || call.few_rows > kFewRows) return "few_rows: expected 0 to 4";
   if (call.group < 0 || call.group % kUnit) return "group: expected 0 or a multiple of 128";
   if (call.swiglu && call.width % kVector) return "width: expected a multiple of 8 with SwiGLU";
   if (call.width < 0 || (call.width + kTileRows) / kTileRows * 2 * (call.depth / kUnit + 1) >= kMost)

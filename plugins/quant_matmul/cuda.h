@@ -23,6 +23,7 @@ struct QuantLinear {
   void* y;             // [rows, width]
   void* scratch;       // quant_linear_scratch_bytes(): zero at first and then left to the calls of one stream
   int64_t rows, depth, width, group;  // group: values of depth that share a scale; 0: all
+  int64_t few_rows;                   // up to so many rows are integers where that pays, kFewRows at most
   bool swiglu;
   Element element;
   WeightFormat format;
@@ -36,7 +37,7 @@ inline int64_t row_bytes(const QuantLinear& call) {
 // What a launch of the kernels takes at most; `run` cuts more rows into pieces, which read the weights again.
 constexpr int64_t kQuantLinearRows = 64;
 
-constexpr int64_t kEqualRows = 32;
+constexpr int64_t kEqualRows = 32, kFewRows = 4;
 
 // What `scratch` must hold on the current device, for calls of any shape. Zero on failure.
 size_t quant_linear_scratch_bytes();
@@ -45,8 +46,9 @@ size_t quant_linear_scratch_bytes();
 const char* unsupported(const QuantLinear& call);
 
 // Multiplies x as it is: weights become 16-bit numbers on their way to the tensor cores, exactly. `call` must be
-// supported. `run_portable` needs nothing that compute capability 8.0 lacks, `run` takes Hopper's kernel where it can.
-// Up to kEqualRows rows a row's result depends on that row alone, to the bit; more are summed in another order.
+// supported. `run_portable` needs nothing that compute capability 8.0 lacks, `run` takes Hopper's kernels where it can:
+// with int8 weights, up to `few_rows` rows become integers of 16 bits (cuda_few_rows.cuh). Up to kEqualRows rows a
+// row's result depends on that row and on whether it is an integer alone, to the bit; more are summed in another order.
 cudaError_t run(const QuantLinear& call, cudaStream_t stream);
 cudaError_t run_portable(const QuantLinear& call, cudaStream_t stream);
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from plugins.errors import KilnError
 from plugins.quant_matmul.cuda_packing import pack, quantize
-from plugins.quant_matmul.cuda_schema import FORMATS, WeightFormat
+from plugins.quant_matmul.cuda_schema import FEW_ROWS, FORMATS, WeightFormat
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ class _QuantLinear(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "weight", "scale", "bias", "y", "scratch")),
-        *((name, ctypes.c_int64) for name in ("rows", "depth", "width", "group")),
+        *((name, ctypes.c_int64) for name in ("rows", "depth", "width", "group", "few_rows")),
         ("swiglu", ctypes.c_bool),
         ("element", ctypes.c_int),
         ("format", ctypes.c_int),
@@ -57,11 +57,11 @@ def quantized_weight(weight: NDArray, form: WeightFormat, group_size: int = 0) -
 class CudaQuantLinear:
     """The products of one library, with scratch memory on the current device; for one stream at a time."""
 
-    def __init__(self, library: ctypes.CDLL, portable: bool = False):
-        """`portable`: the kernels for any device, where there are others for this one."""
+    def __init__(self, library: ctypes.CDLL, portable: bool = False, few_rows: int = FEW_ROWS):
+        """`portable`: the kernels for any device, where there are others for this one; `few_rows`: see the schema."""
         import torch
 
-        self._library = library
+        self._library, self._few_rows = library, few_rows
         self._run = library.kiln_cuda_quant_linear_portable if portable else library.kiln_cuda_quant_linear
         library.kiln_cuda_quant_linear_scratch_bytes.restype = ctypes.c_size_t
         library.kiln_cuda_quant_linear_unsupported.restype = ctypes.c_char_p
@@ -128,7 +128,7 @@ class CudaQuantLinear:
         y = x.new_empty(x.shape[0], width) if out is None else out
         pointers = [None if t is None else t.data_ptr() for t in (x, weight.packed, weight.scale, bias, y)]
         element, form = int(x.dtype == torch.bfloat16), FORMATS.index(weight.form)
-        sizes = (*x.shape, width, weight.group_size)
+        sizes = (*x.shape, width, weight.group_size, self._few_rows)
         return _QuantLinear(*pointers, self._scratch.data_ptr(), *sizes, swiglu, element, form), y
 
 

@@ -28,7 +28,7 @@ struct Kernel {
   static constexpr size_t kInputs = kOperands, kOutputs = 1;
 
   OrtApi api;
-  int64_t format, group, kernel_rows;
+  int64_t format, group, kernel_rows, few_rows;
   cuda::Element element;
 
   Kernel(OrtApi api, const OrtKernelInfo* info, int type)
@@ -36,6 +36,7 @@ struct Kernel {
         format(attribute(api, info, "format", int64_t{-1})),
         group(attribute(api, info, "group_size", int64_t{0})),
         kernel_rows(attribute(api, info, "kernel_rows", cuda::kEqualRows)),
+        few_rows(attribute(api, info, "few_rows", cuda::kFewRows)),
         element(element_of(type)) {
     if (format < 0 || format > 2) fail("format must be 0 (int8), 1 (float8e4m3fn) or 2 (int4): found ", format);
     if (kernel_rows < 0 || kernel_rows > cuda::kQuantLinearRows)
@@ -49,6 +50,7 @@ struct Kernel {
     call.format = static_cast<cuda::WeightFormat>(format);
     call.depth = operands.depth();
     call.group = group;
+    call.few_rows = few_rows;
     const int64_t rows = operands.weight_rows(), groups = group > 0 ? (call.depth + group - 1) / group : 1;
     expect_shape(operands.weight, "weight", {rows, cuda::row_bytes(call)});
     expect_shape(scale, "weight_scale", {groups, rows});

@@ -12,7 +12,10 @@ both of [width, depth]. What w is depends on `format`: signed integers of 8 bits
 of exponent and 3 of mantissa (e4m3fn, finite ones), or integers of 4 bits (-8..7).
 
 Up to `kernel_rows` rows x is multiplied as it is: weights become 16-bit numbers on their way to the tensor cores,
-exactly, and sums are float32 and rounded once. Up to 32 rows a row's result depends on that row alone, to the bit.
+exactly, and sums are float32 and rounded once. Up to 32 rows a row's result depends on that row alone, to the bit. On
+Hopper up to `few_rows` rows (0 to 4) by int8 weights without groups are integers of 16 bits instead, each row by itself
+with the scale max|x| / 32639; sums are exact then. That is done where it pays, for at most 32768 values of x, and the
+row's last bits may differ from those it gets among more rows.
 With more than `kernel_rows` rows of int8 or float8 x is quantised, too (W8A8), each row by itself with the scale
 max|x| / 127 or max|x| / 448 and rounding to nearest even, as kiln::QuantizeRows does it, and cuBLASLt multiplies: int8
 exactly, with int32 sums, float8 with float32 sums. int4 is multiplied by the kernels whatever the number of rows, 64 at
@@ -34,10 +37,12 @@ FORMATS: tuple[WeightFormat, ...] = ("int8", "float8e4m3fn", "int4")
 KERNEL_ROWS = 64
 """The most that `kernel_rows` can be."""
 EQUAL_ROWS = 32
-"""Up to so many rows results do not depend on how many there are."""
+"""Up to so many rows results do not depend on how many there are, but for whether they are few."""
+FEW_ROWS = 4
+"""The most that `few_rows` can be."""
 
 _HALF = ("float16", "bfloat16")
-_ATTRIBUTES = {"format": None, "group_size": 0, "kernel_rows": EQUAL_ROWS}
+_ATTRIBUTES = {"format": None, "group_size": 0, "kernel_rows": EQUAL_ROWS, "few_rows": FEW_ROWS}
 
 QUANT_LINEAR = OperatorSpec(
     "QuantLinear",

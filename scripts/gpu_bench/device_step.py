@@ -69,6 +69,28 @@ def decode_inputs(backend: DecoderBackend, batch: int, context: int) -> StepInpu
     )
 
 
+def mixed_inputs(backend: DecoderBackend, batch: int, context: int, prompts: int, tokens: int) -> StepInputs:
+    """A step of `batch` sequences that hold `context` tokens and go on, and of `prompts` whole prompts."""
+    size = backend.kv.block_size
+    lengths = np.array([1] * batch + [tokens] * prompts, np.int32)
+    past = np.array([context] * batch + [0] * prompts, np.int32)
+    width = -(-max(context + 1, tokens) // size)
+    table = np.random.default_rng(batch).permutation(backend.num_blocks)[: len(past) * width]
+    table = table.reshape(-1, width).astype(np.int32)
+    rows = np.repeat(np.arange(len(past)), lengths)
+    positions = np.concatenate([np.arange(a, a + n, dtype=np.int32) for a, n in zip(past, lengths, strict=True)])
+    ends = np.cumsum(lengths, dtype=np.int32)
+    return StepInputs(
+        input_ids=np.arange(len(positions), dtype=np.int32),
+        position_ids=positions,
+        logits_indices=ends - np.int32(1),
+        cumulative_sequence_length=np.concatenate([np.zeros(1, np.int32), ends]),
+        past_seqlens=past,
+        block_table=table,
+        slot_mapping=table[rows, positions // size] * np.int32(size) + positions % np.int32(size),
+    )
+
+
 def prompt_inputs(backend: DecoderBackend, tokens: int) -> StepInputs:
     """A whole prompt in one step, with logits for its last token."""
     whole = step_of_chunk(np.arange(tokens, dtype=np.int32), 0, tokens, backend.kv.block_size)

@@ -96,6 +96,15 @@ def test_a_product_becomes_linear(tools, same, dtype, bias) -> None:
     same(model, applied.model, 5, K)
 
 
+@pytest.mark.parametrize("turn", ["Transpose", "Transpose<perm = [1, 0]>"])
+def test_a_weight_that_is_turned_in_the_graph_is_taken_before(tools, same, dtype, turn) -> None:
+    model = build(f"t = {turn}(w) y = MatMul(x, t)", f"half[T,{K}] x", f"half[T,{N}] y", dtype, w=(N, K))
+    applied = tools.apply(model, BindLinear())
+    assert applied.ops == ["kiln::Linear"]
+    assert applied.model.graph.node[0].input[1] == "w"
+    same(model, applied.model, 5, K)
+
+
 def test_gate_and_up_become_one_product(tools, same, dtype) -> None:
     body = (
         "p = MatMul(x, w) g, u = Split<axis = -1>(p, halves) s = com.microsoft.QuickGelu<alpha = 1.0>(g) y = Mul(u, s)"
@@ -112,10 +121,12 @@ def test_gate_and_up_become_one_product(tools, same, dtype) -> None:
         ("y = MatMul(x, w)", {"w": (36, N)}, "MatMul"),  # a depth that is no multiple of 8
         ("y = MatMul(x, w)", {"w": (3, K, N)}, "MatMul"),
         ("t = Transpose<perm = [1, 0]>(x) y = MatMul(x, t)", {}, "MatMul"),
+        ("t = Transpose(w) y = MatMul(x, t)", {"w": (N, 36)}, "MatMul"),
+        ("t = Transpose<perm = [0, 1]>(w) y = MatMul(x, t)", {"w": (36, N)}, "MatMul"),
     ],
 )
 def test_products_that_are_left_alone(tools, dtype, body, weights, left) -> None:
-    depth = next(iter(weights.values()))[-2] if weights else K
+    depth = K if not weights else 36 if "Transpose" in body else next(iter(weights.values()))[-2]
     applied = tools.apply(build(body, f"half[T,{depth}] x", "half[M,N] y", dtype, **weights), BindLinear())
     assert left in applied.ops
     assert not applied.outcome.changed

@@ -28,7 +28,8 @@ MakeLlama = Callable[..., Path]
 def make_llama(tmp_path_factory: pytest.TempPathFactory) -> MakeLlama:
     """Writes a Hugging Face folder with a random Llama; `noise` perturbs one weight matrix of the same model.
 
-    `sizes` are of its configuration.
+    Weights have the standard deviation `spread`; by default logits lie far apart, so that greedy choices are no ties,
+    and rounding tells as much. `sizes` are of its configuration.
     """
     torch = pytest.importorskip("torch")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -43,6 +44,7 @@ def make_llama(tmp_path_factory: pytest.TempPathFactory) -> MakeLlama:
         vocabulary: int = VOCABULARY,
         positions: int = 512,
         reverse_text: bool = False,
+        spread: float = 0.2,
         **sizes: int,
     ) -> Path:
         folder = tmp_path_factory.mktemp("llama")
@@ -54,7 +56,7 @@ def make_llama(tmp_path_factory: pytest.TempPathFactory) -> MakeLlama:
             **{**shape, **sizes},
             max_position_embeddings=positions,
             tie_word_embeddings=True,
-            initializer_range=0.2,  # far apart logits, so that greedy choices are no ties
+            initializer_range=spread,
             eos_token_id=0,
             bos_token_id=0,
         )

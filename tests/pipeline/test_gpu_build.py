@@ -31,13 +31,17 @@ HEADS = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with heads that the CUDA attention takes, as a Hugging Face folder."""
+    return saved_llama(tmp_path_factory.mktemp("gpu") / "llama", 128)
+
+
+def saved_llama(path: Path, vocabulary: int, tied: bool = False) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    path = tmp_path_factory.mktemp("gpu") / "llama"
     torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "max_position_embeddings": 256}
-    LlamaForCausalLM(LlamaConfig(**HEADS, **sizes, initializer_range=0.1)).save_pretrained(path)
+    sizes = {"vocab_size": vocabulary, "intermediate_size": 192, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    config = LlamaConfig(**HEADS, **sizes, initializer_range=0.1, tie_word_embeddings=tied)
+    LlamaForCausalLM(config).save_pretrained(path)
     return path
 
 
@@ -91,6 +95,16 @@ def test_the_graph_is_made_of_kilns_cuda_operators(bundle) -> None:
     weights = {t.name: t for t in proto.graph.initializer}
     node = next(node for node in proto.graph.node if node.op_type == "LinearSwiGlu")
     assert list(weights[node.input[1]].dims) == [2 * 192, 128], "by output"
+
+
+def test_a_head_that_shares_a_large_embedding_is_a_product_of_kilns(compiled, tmp_path) -> None:
+    """The embedding exceeds what constant folding would turn, and is stored once, for both."""
+    (bundle,), _ = built_for(saved_llama(tmp_path / "tied", 4096, tied=True), tmp_path / "b", "h200")
+    assert "MatMul" not in operators(bundle.engine_path)
+    graph = load_structure(bundle.engine_path).graph
+    (embedding,) = (weight.name for weight in graph.initializer if 4096 in weight.dims)
+    readers = {node.op_type for node in graph.node if embedding in node.input}
+    assert readers == {"Gather", "Linear"}
 
 
 def test_expected_logits_are_those_of_the_model(bundle, folder, compiled, tmp_path) -> None:

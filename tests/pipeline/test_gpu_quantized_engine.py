@@ -32,8 +32,9 @@ pytestmark = [
     pytest.mark.skipif("CUDAExecutionProvider" not in ort.get_available_providers(), reason="needs onnxruntime-gpu"),
 ]
 
-TOLERANCE = 5e-2
-"""Of max|logits - expected| / max|expected|, in bfloat16."""
+TOLERANCES = {"w8a8-dynamic": 5e-2, "fp8": 0.15, "int4": 5e-2}
+"""By scheme, of max|logits - expected| / max|expected|, in bfloat16, whose last bit decides how W8A8 rounds a row: on the CPU its
+rows alone make 0.03 with int8 and 0.1 with fp8."""
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512}
 
 
@@ -49,7 +50,7 @@ def bundle(request: pytest.FixtureRequest, make_llama, tmp_path_factory, silent:
     options = {"search": "all", "keep_ends": False, "generate": 8, "calibration": FEW, "limits": folder / "limits.toml"}
     quantize = QuantizeConfig(quant, kv=kv, **options)
     config = BuildConfig(out=folder / "b", precision="bf16", verify_passes=False, quantize=quantize)
-    return build(str(make_llama(**SIZES)), [sku.name], config, silent)[0].bundle
+    return build(str(make_llama(spread=0.06, **SIZES)), [sku.name], config, silent)[0].bundle
 
 
 def test_logits_are_those_of_its_graph(bundle: EngineBundle, tmp_path: Path, tmp_path_factory) -> None:
@@ -58,7 +59,9 @@ def test_logits_are_those_of_its_graph(bundle: EngineBundle, tmp_path: Path, tmp
     As it was built, and with all by W8A8, and all by the kernels: each has logits of its own.
     """
     manifest = bundle.manifest
-    assert sum(count for scheme, count in manifest.quantization.schemes.items() if scheme != "float") == 9
+    counts = {scheme: count for scheme, count in manifest.quantization.schemes.items() if scheme != "float"}
+    assert sum(counts.values()) == 9
+    (tolerance,) = {TOLERANCES[scheme] for scheme, count in counts.items() if count}
     variants = [bundle, *(derive_bundle(bundle, tmp_path / str(rows), kernel_rows=rows) for rows in (0, 64))]
     for variant in variants:
         form = write_cpu_form(variant.engine_path, tmp_path_factory.mktemp("form"))
@@ -66,7 +69,7 @@ def test_logits_are_those_of_its_graph(bundle: EngineBundle, tmp_path: Path, tmp
         config = SchedulerConfig(max_running=len(expected.texts), tokens_per_step=512)
         with Engine.open(variant.path, kv_blocks=64, config=config) as engine:
             assert isinstance(engine.backend, CudaDecoder)
-            assert expected.worst_error(engine.backend, manifest.decoder) < TOLERANCE
+            assert expected.worst_error(engine.backend, manifest.decoder) < tolerance
 
 
 def test_answers_end_and_every_block_comes_home(bundle: EngineBundle) -> None:

@@ -8,7 +8,7 @@ from plugins.dense.reference import linear, linear_swiglu
 from plugins.errors import KilnError
 from plugins.quant_matmul.cuda_calls import CudaQuantLinear, QuantWeight
 from plugins.quant_matmul.cuda_packing import pack, quantize, quantized_rows, restored
-from plugins.quant_matmul.cuda_schema import EQUAL_ROWS, FORMATS, KERNEL_ROWS, WeightFormat
+from plugins.quant_matmul.cuda_schema import EQUAL_ROWS, FEW_ROWS, FORMATS, KERNEL_ROWS, WeightFormat
 
 from .cuda_tensors import error, loaded_library, poisoned, random, torch, wide
 
@@ -64,12 +64,42 @@ def test_a_row_does_not_depend_on_its_neighbours(
     products: CudaQuantLinear, width: int, depth: int, form: WeightFormat
 ) -> None:
     weight, _ = weight_of(1, form, width, depth)
-    x = random(2, "bfloat16", EQUAL_ROWS, depth)
-    together = products.linear(x, weight)
-    for rows in (1, 2, 7, 8, 15, 17, 31):
-        assert torch.equal(products.linear(x[:rows], weight), together[:rows])
-    order = torch.randperm(EQUAL_ROWS, device="cuda")
-    assert torch.equal(products.linear(x[order].contiguous(), weight), together[order])
+    for most, fewer in ((FEW_ROWS, (1, 2, 3)), (EQUAL_ROWS, (7, 8, 15, 17, 31))):
+        x = random(2, "bfloat16", most, depth)
+        together = products.linear(x, weight)
+        for rows in fewer:
+            assert torch.equal(products.linear(x[:rows], weight), together[:rows])
+        order = torch.randperm(most, device="cuda")
+        assert torch.equal(products.linear(x[order].contiguous(), weight), together[order])
+
+
+@pytest.mark.parametrize("dtype", sorted(LIMITS))
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("width", [8, 2056, 3000, 9000, 20000, 30000])
+def test_few_rows_of_int8_weights(products: CudaQuantLinear, width: int, swiglu: bool, dtype: str) -> None:
+    depth = 16 * 70
+    weight, values = weight_of(1, "int8", 2 * width if swiglu else width, depth)
+    bias = random(2, dtype, len(values))
+    x = random(3, dtype, FEW_ROWS, depth)
+    x[1] *= 1e-3  # each row has a scale of its own, and one value may be far larger than the others
+    x[2, 5] = 100
+    for rows in range(1, FEW_ROWS + 1):
+        y = products.linear(x[:rows], weight, bias, poisoned(dtype, rows, width), swiglu)
+        expected = (linear_swiglu if swiglu else linear)(wide(x[:rows]), values, wide(bias))
+        for row in range(rows):
+            assert error(y[row], expected[row]) < LIMITS[dtype]
+
+
+def test_few_rows_that_are_no_numbers(products: CudaQuantLinear) -> None:
+    weight, _ = weight_of(1, "int8", 640, 512)
+    x = random(2, "float16", FEW_ROWS, 512)
+    expected = products.linear(x, weight).clone()
+    x[0], x[1, 100], x[2, 7] = 0, float("inf"), float("nan")
+    y = products.linear(x, weight)
+    assert torch.equal(y[0], torch.zeros_like(y[0]))
+    assert not torch.isfinite(y[1]).all()
+    assert torch.isnan(y[2]).all()
+    assert torch.equal(y[3], expected[3])
 
 
 @pytest.mark.parametrize("form", FORMATS)
