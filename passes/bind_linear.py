@@ -4,8 +4,8 @@
    `kiln::LinearSwiGlu(x, W^T)`: the gated halves are never written;
 2. `MatMul(x, W [k, n])` -> `kiln::Linear(x, W^T)`; with `Add(., b [n])` after it `kiln::Linear(x, W^T, b)`.
 
-W and b are constants in the 16-bit type; W is transposed once, here. Where W is the Transpose of a constant, that one is
-taken: a head may share the embedding. `rows`: up to so many rows take Kiln's own kernels, more take cuBLAS; see
+W and b are constants in the 16-bit type; W is transposed once, here. Where W is the Transpose of a constant, that one
+is taken: a head may share the embedding. `rows`: up to so many rows take Kiln's own kernels, more take cuBLAS; see
 `kernel_rows` there. Left alone: depths that are no multiple of 8, and batched weights.
 
 Every dot product keeps its terms, summed in FP32 in another order.

@@ -34,6 +34,7 @@ SOURCES = (
     *("paged_attention/cuda_attention.cu", "paged_attention/cuda_decode.cu", "paged_attention/cuda_prefill.cu"),
     *("paged_attention/cuda_hopper.cu", "paged_attention/cuda_ort.cc"),
     *("dense/cuda.cu", "dense/cuda_hopper.cu", "dense/cuda_portable.cu", "dense/cuda_library.cu", "dense/cuda_ort.cc"),
+    "dense/cuda_algorithms.cc",
     *("quant_matmul/cuda.cu", "quant_matmul/cuda_hopper.cu", "quant_matmul/cuda_portable.cu"),
     *("quant_matmul/cuda_rows.cu", "quant_matmul/cuda_library.cu", "quant_matmul/cuda_ort.cc"),
     *("elementwise/cuda.cu", "elementwise/cuda_ort.cc"),

@@ -81,6 +81,7 @@ using GetDimensions = Function<62, OrtStatus*(const OrtTensorTypeAndShapeInfo*, 
 using GetTensorTypeAndShape = Function<65, OrtStatus*(const OrtValue*, OrtTensorTypeAndShapeInfo**)>;
 using KernelInfoGetAttributeFloat = Function<85, OrtStatus*(const OrtKernelInfo*, const char*, float*)>;
 using KernelInfoGetAttributeInt64 = Function<86, OrtStatus*(const OrtKernelInfo*, const char*, int64_t*)>;
+using KernelInfoGetAttributeString = Function<87, OrtStatus*(const OrtKernelInfo*, const char*, char*, size_t*)>;
 using KernelContextGetInputCount = Function<88, OrtStatus*(const OrtKernelContext*, size_t*)>;
 using KernelContextGetInput = Function<90, OrtStatus*(const OrtKernelContext*, size_t, const OrtValue**)>;
 using KernelContextGetOutput =

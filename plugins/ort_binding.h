@@ -126,6 +126,20 @@ inline float attribute(OrtApi api, const OrtKernelInfo* info, const char* name, 
   return otherwise;
 }
 
+inline std::string attribute(OrtApi api, const OrtKernelInfo* info, const char* name, const std::string& otherwise) {
+  int64_t wrong;
+  size_t size = 0;  // with the zero at the end
+  if (has_attribute<KernelInfoGetAttributeInt64>(api, info, name, &wrong))
+    fail("attribute ", name, " must be a text: found the integer ", wrong);
+  OrtStatus* status = KernelInfoGetAttributeString::of(api)(info, name, nullptr, &size);
+  if (status) ReleaseStatus::of(api)(status);
+  if (status || size == 0) return otherwise;
+  std::string value(size, '\0');
+  require(api, KernelInfoGetAttributeString::of(api)(info, name, value.data(), &size));
+  value.resize(size - 1);
+  return value;
+}
+
 // The thread pool of the session that runs the kernel.
 class Pool final : public Parallel {
  public:

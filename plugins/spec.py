@@ -24,6 +24,6 @@ class OperatorSpec:
     op_type: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    attributes: Mapping[str, int | float | None] = field(hash=False)
+    attributes: Mapping[str, int | float | str | None] = field(hash=False)
     since_version: int = 1
     domain: str = DOMAIN

@@ -3,8 +3,9 @@
     python scripts/bench_gpu.py [--bundle BUNDLE] [--precision bf16] [--sku h200]
     python scripts/bench_gpu.py --quant int8 --beside sixteen.json
 
-Builds a bundle of the shape of Llama 3 8B on random weights with Kiln's own build, unless BUNDLE is there already, and
-uses it through `Engine` as a service would. Takes about three minutes on an H200. Prints one table and one JSON line,
+Builds a bundle of the shape of Llama 3 8B on random weights with Kiln's own build, has the algorithms of its products
+measured as `kiln tune` does, unless BUNDLE is there already, and uses it through `Engine` as a service would. Takes
+about four minutes on an H200. Prints one table and one JSON line,
 and exits with 1 when a target is missed. Needs torch with CUDA beside ONNX Runtime's CUDA build.
 
 --quant gives all of the model's products weights of 8 or 4 bits, with the kernels that were measured to be the fastest
@@ -50,6 +51,8 @@ from pipeline.config import BuildConfig
 from pipeline.floors import DecoderWork, decoder_work_from_graph
 from pipeline.load_test.trace import Workload
 from pipeline.progress import Progress
+from pipeline.tune.algorithms import measured_algorithms
+from pipeline.tune.derive import derive_bundle
 
 KV_BLOCKS = 24_576
 """For 393,216 tokens, more than any experiment has: 48 GiB."""
@@ -93,8 +96,11 @@ def bundle_for(arguments: argparse.Namespace, folder: Path, progress: Progress) 
     path = arguments.bundle or folder / "llama-8b-shape"
     if path.exists():
         return open_bundle(path)
-    config = BuildConfig(out=path, precision=arguments.precision, verify_passes=False)
-    return random_bundle(Shape(), arguments.sku, config, progress, QUANTS.get(arguments.quant))
+    built = path.with_name(f"{path.name}-built")
+    config = BuildConfig(out=built, precision=arguments.precision, verify_passes=False)
+    bundle = random_bundle(Shape(), arguments.sku, config, progress, QUANTS.get(arguments.quant))
+    algorithms = measured_algorithms(bundle, SCHEDULING.max_running, progress).texts
+    return derive_bundle(bundle, path, algorithms=algorithms)
 
 
 def measure(bundle: EngineBundle, seed: int, kernels: bool, progress: Progress) -> Iterator[Figure]:

@@ -6,7 +6,8 @@ new graph is run beside the parent's before anything is published.
 """
 
 import tempfile
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -22,6 +23,7 @@ from pipeline.check import check_against_parent
 from pipeline.compare.onnx_subject import bound_graph
 from plugins.build import cpu_library
 from plugins.dense import schema as dense
+from plugins.dense.cuda_search import Product
 from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
 from plugins.errors import KilnError
 from plugins.paged_attention.schema import OP_TYPE
@@ -46,14 +48,16 @@ def derive_bundle(
     *,
     block_size: int | None = None,
     kernel_rows: int | None = None,
+    algorithms: Mapping[Product, str] | None = None,
     serving: ServingRecord | None = None,
     verified: CheckRecord | None = None,
 ) -> EngineBundle:
     """Write `parent` to `path` with other settings; the new manifest names the parent's identity.
 
-    `block_size` None, or the parent's own, and `kernel_rows` None keep the graph as it is. `verified` is a check on the
-    device, after which nothing is unverified. Files are hard links where the file system has them, so that they cost
-    nothing and outlive the parent.
+    `block_size` None, or the parent's own, and `kernel_rows` None keep the graph as it is; `algorithms` are the
+    attributes of that name by product, of those that get another one. `verified` is a check on the device, after which
+    nothing is unverified. Files are hard links where the file system has them, so that they cost nothing and outlive
+    the parent.
 
     Raises BundleError when the parent is not, or no longer, what it was when it was opened, or `path` is the parent;
     KilnError when the block size cannot be changed, or the changed graph gives other logits.
@@ -65,16 +69,18 @@ def derive_bundle(
 
     def fill(folder: Path) -> Manifest:
         manifest = parent.manifest
-        own = {manifest.engine} if changes_blocks or kernel_rows is not None else set()
+        changes_products = kernel_rows is not None or bool(algorithms)
+        own = {manifest.engine} if changes_blocks or changes_products else set()
         _link(parent, folder, (name for name in manifest.files if name not in own))
         _refuse_changes(parent, file_records(folder))
         if changes_blocks:
             assert block_size is not None
             manifest = _with_block_size(parent, folder, block_size)
-        if kernel_rows is not None:
+        if changes_products:
             engine = folder / manifest.engine
             engine.parent.mkdir(parents=True, exist_ok=True)
-            write_graph_with_kernel_rows(engine if changes_blocks else parent.engine_path, engine, kernel_rows)
+            source = engine if changes_blocks else parent.engine_path
+            write_graph_with_products(source, engine, kernel_rows, algorithms or {})
         if open_bundle(parent.path).sha256 != parent.sha256:
             raise _changed(parent, "its identity")
         return manifest.model_copy(
@@ -148,21 +154,59 @@ def products_in(engine: Path) -> dict[str, int]:
     return {node.op_type: _MOST_ROWS[node.op_type] for node in nodes if _is_product(node)}
 
 
-def write_graph_with_kernel_rows(source: Path, target: Path, rows: int) -> None:
-    """Copy a serving graph, without its external weights, with another `kernel_rows` for its products.
+def dense_products(engine: Path) -> dict[Product, int]:
+    """The products with 16-bit weights of a graph, and how often each stands in it."""
+    return dict(Counter(_dense_products(load_structure(engine)).values()))
 
-    Those that take fewer get their most.
+
+def write_graph_with_products(source: Path, target: Path, rows: int | None, algorithms: Mapping[Product, str]) -> None:
+    """Copy a serving graph, without its external weights, with other `kernel_rows` and `algorithms` for its products.
+
+    `rows`: those that take fewer get their most; None leaves them as they are. Products that `algorithms` does not name
+    keep their own.
     """
+    proto = load_structure(source)
+    dense_of = _dense_products(proto)
+    for index, node in enumerate(proto.graph.node):
+        if rows is not None and _is_product(node):
+            _set(node, "kernel_rows", min(rows, _MOST_ROWS[node.op_type]))
+        product = dense_of.get(index)
+        if product is not None and product in algorithms:
+            _set(node, "algorithms", algorithms[product])
+    target.write_bytes(proto.SerializeToString(deterministic=True))
+
+
+def _set(node: "onnx.NodeProto", name: str, value: int | str) -> None:
     import onnx
 
-    proto = load_structure(source)
-    for node in proto.graph.node:
-        if _is_product(node):
-            kept = [attribute for attribute in node.attribute if attribute.name != "kernel_rows"]
-            del node.attribute[:]
-            chosen = min(rows, _MOST_ROWS[node.op_type])
-            node.attribute.extend([*kept, onnx.helper.make_attribute("kernel_rows", chosen)])
-    target.write_bytes(proto.SerializeToString(deterministic=True))
+    kept = [attribute for attribute in node.attribute if attribute.name != name]
+    del node.attribute[:]
+    node.attribute.extend([*kept, onnx.helper.make_attribute(name, value)])
+
+
+def _dense_products(proto: "onnx.ModelProto") -> dict[int, Product]:
+    """By the node's place among the graph's. Products whose weight is no initializer are left out."""
+    import onnx
+
+    weights = {weight.name: weight for weight in proto.graph.initializer}
+    found = {}
+    for index, node in enumerate(proto.graph.node):
+        if node.domain != LINEAR.domain or node.op_type not in (LINEAR.op_type, LINEAR_SWIGLU.op_type):
+            continue
+        weight = weights.get(node.input[1])
+        if weight is None:
+            continue
+        swiglu = node.op_type == LINEAR_SWIGLU.op_type
+        width, depth = weight.dims
+        half = weight.data_type == onnx.TensorProto.FLOAT16
+        found[index] = Product(
+            width=width // 2 if swiglu else width,
+            depth=depth,
+            swiglu=swiglu,
+            bias=len(node.input) > 2 and bool(node.input[2]),
+            dtype="float16" if half else "bfloat16",
+        )
+    return found
 
 
 def _is_product(node: "onnx.NodeProto") -> bool:

@@ -8,12 +8,13 @@
    plugins/dense/schema.py and plugins/quant_matmul/cuda_schema.py): so many as they are faster for, from one on.
    Quantised layers may have been built with a number each, from what was measured of such layers; these stay where all
    with one number are not faster.
+4. Which of cuBLASLt's algorithms 16-bit products take for how many rows (`pipeline.tune.algorithms`), before 2 and 3.
 """
 
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +33,12 @@ from pipeline.check import verdict
 from pipeline.expected import expected_from_file
 from pipeline.gpu_build import runnable
 from pipeline.progress import Progress
+from pipeline.tune.algorithms import measured_algorithms
 from pipeline.tune.derive import LOW_BIT, derive_bundle, products_in
 from pipeline.verify import errors_between, generated_inputs, run_plain
 from plugins.cuda_runtime import PROVIDER as CUDA
 from plugins.cuda_runtime import CudaRuntime
+from plugins.dense.cuda_search import Product
 from plugins.dense.schema import KERNEL_ROWS
 from plugins.errors import KilnError
 
@@ -54,6 +57,8 @@ class DeviceFindings:
     decode_steps: Mapping[int, float]
     """Seconds of the captured steps that pay, by batch size; empty for a model without a KV cache."""
     kernel_rows: int | None = None
+    algorithms: Mapping[Product, str] = field(default_factory=dict)
+    """Attributes of products that do not take cuBLAS's own choice."""
 
     @property
     def sentence(self) -> str:
@@ -76,17 +81,24 @@ def measured_on_device(bundle: EngineBundle, most: int, folder: Path, progress: 
         found = DeviceFindings(verified, ladder_from(step_seconds(bundle, most)))
     else:
         cap = max(products.values())
+        algorithms = measured_algorithms(bundle, most, progress).texts
         library, kernels = (
-            derive_bundle(bundle, folder / f"rows-{rows}" / "bundle", kernel_rows=rows) for rows in (0, cap)
+            derive_bundle(bundle, folder / f"rows-{rows}" / "bundle", kernel_rows=rows, algorithms=algorithms)
+            for rows in (0, cap)
         )
+        as_built = bundle
+        if algorithms and products.keys() & LOW_BIT:
+            as_built = derive_bundle(bundle, folder / "as-built" / "bundle", algorithms=algorithms)
         times = [step_seconds(variant, most) for variant in (library, kernels)]
-        built = step_seconds(bundle, most) if products.keys() & LOW_BIT else None
+        built = step_seconds(as_built, most) if products.keys() & LOW_BIT else None
         kernel_rows, seconds = chosen_rows(times[0], times[1], built, cap)
         if kernel_rows:
             verified = verify_on_device(kernels)
         elif kernel_rows == 0 and built is None:  # W8A8 for all rows gives other logits than those that were kept
             verified = verify_on_device(library)
-        found = DeviceFindings(verified, ladder_from(seconds), kernel_rows)
+        elif algorithms:
+            verified = verify_on_device(as_built)
+        found = DeviceFindings(verified, ladder_from(seconds), kernel_rows, algorithms)
     progress.note(found.sentence)
     return found
 

@@ -119,6 +119,7 @@ class Tuning:
             path,
             block_size=size,
             kernel_rows=None if self.device is None else self.device.kernel_rows,
+            algorithms=None if self.device is None else self.device.algorithms,
             serving=self.serving_record(),
             verified=None if self.device is None else self.device.verified,
         )

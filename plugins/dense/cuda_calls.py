@@ -16,7 +16,7 @@ ROWS = 32
 """kLinearRows of cuda.h: what the kernels take at most."""
 
 
-class _Linear(ctypes.Structure):
+class LinearCall(ctypes.Structure):
     """kiln::cuda::Linear (cuda.h)."""
 
     _fields_ = [
@@ -86,11 +86,11 @@ class CudaLinear:
 
     def _call(
         self, x: "torch.Tensor", weight: "torch.Tensor", bias: "torch.Tensor | None", y: "torch.Tensor", swiglu: bool
-    ) -> _Linear:
+    ) -> LinearCall:
         import torch
 
         pointers = [None if t is None else t.data_ptr() for t in (x, weight, bias, y, self._scratch)]
-        return _Linear(*pointers, *x.shape, y.shape[1], swiglu, int(x.dtype == torch.bfloat16))
+        return LinearCall(*pointers, *x.shape, y.shape[1], swiglu, int(x.dtype == torch.bfloat16))
 
     def _launch(
         self, x: "torch.Tensor", weight: "torch.Tensor", bias: "torch.Tensor | None", y: "torch.Tensor", swiglu: bool

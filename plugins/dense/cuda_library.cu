@@ -2,10 +2,11 @@
 // SwiGLU is a kernel of its own.
 #include "cuda_library.h"
 
-#include "../cuda_cublas.h"
+#include "../cuda_cublas_lt.h"
 #include "../cuda_launch.cuh"
 #include "../cuda_numbers.cuh"
 #include "../elementwise/cuda.h"
+#include "cuda_clock.h"
 
 namespace kiln::cuda {
 namespace {
@@ -49,6 +50,11 @@ __global__ void __launch_bounds__(kThreads) spread_bias(const uint16_t* bias, ui
   if (column < width) y[blockIdx.x * width + column] = bias[column];
 }
 
+LtProduct::Types linear_types(const Linear& call) {
+  const int type = data_type(call.element);
+  return {type, type, kFloatSums, kFloatData};
+}
+
 }  // namespace
 
 LinearLibrary::LinearLibrary(const char** error) {
@@ -69,18 +75,37 @@ LinearLibrary::~LinearLibrary() {
   if (workspace_) cudaFree(workspace_);
 }
 
-const char* LinearLibrary::run(const Linear& call, int64_t piece, void* packed, cudaStream_t stream) const {
+const char* LinearLibrary::run(const Linear& call, int64_t piece, const Algorithms& algorithms, void* packed,
+                               cudaStream_t stream) const {
   for (int64_t row = 0; row < call.rows; row += piece) {
     Linear part = call;
     part.rows = std::min(piece, call.rows - row);
     part.x = static_cast<const uint16_t*>(call.x) + row * call.depth;
     part.y = static_cast<uint16_t*>(call.y) + row * call.width;
-    if (const char* problem = run_piece(part, packed, stream)) return problem;
+    if (const char* problem = run_piece(part, algorithms.of(part.rows), packed, stream)) return problem;
   }
   return nullptr;
 }
 
-const char* LinearLibrary::run_piece(const Linear& call, void* packed, cudaStream_t stream) const {
+bool LinearLibrary::multiply(const Linear& call, const Algorithm* algorithm, void* y, cudaStream_t stream) const {
+  const int64_t width = call.swiglu ? 2 * call.width : call.width;
+  const float alpha = 1.0f, beta = call.bias ? 1.0f : 0.0f;
+  if (algorithm) {
+    const LtProduct product(linear_types(call), call.depth, width, call.rows);
+    if (product.complete && product.takes(handle_, *algorithm))
+      return product.run(handle_, &alpha, call.weight, call.x, &beta, y, *algorithm, workspace_, stream);
+  }
+  // To cuBLAS, whose matrices are stored by columns: y^T [width, rows] = weight [width, depth] x^T.
+  const int type = data_type(call.element), depth = static_cast<int>(call.depth), wide = static_cast<int>(width);
+  return functions().set_stream(handle_, stream) == kSuccess &&
+         functions().set_workspace(handle_, workspace_, kWorkspaceBytes) == kSuccess &&
+         functions().multiply(handle_, kTranspose, kKeep, wide, static_cast<int>(call.rows), depth, &alpha, call.weight,
+                              type, depth, call.x, type, depth, &beta, y, type, wide, kFloatSums,
+                              kAnyAlgorithm) == kSuccess;
+}
+
+const char* LinearLibrary::run_piece(const Linear& call, const Algorithm* algorithm, void* packed,
+                                     cudaStream_t stream) const {
   const int64_t width = call.swiglu ? 2 * call.width : call.width;
   if (width == 0) return nullptr;
   constexpr int64_t kMost = (int64_t{1} << 31) - 1;
@@ -93,16 +118,7 @@ const char* LinearLibrary::run_piece(const Linear& call, void* packed, cudaStrea
         launch(spread_bias, grid, dim3(kThreads), 0, stream, bias, static_cast<uint16_t*>(product), width);
     if (error != cudaSuccess) return cudaGetErrorString(error);
   }
-  // To cuBLAS, whose matrices are stored by columns: product^T [width, rows] = weight [width, depth] x^T.
-  const float alpha = 1.0f, beta = call.bias ? 1.0f : 0.0f;
-  const int type = data_type(call.element), depth = static_cast<int>(call.depth);
-  const int wide = static_cast<int>(width);
-  if (functions().set_stream(handle_, stream) != kSuccess ||
-      functions().set_workspace(handle_, workspace_, kWorkspaceBytes) != kSuccess ||
-      functions().multiply(handle_, kTranspose, kKeep, wide, static_cast<int>(call.rows), depth, &alpha, call.weight,
-                           type, depth, call.x, type, depth, &beta, product, type, wide, kFloatSums,
-                           kAnyAlgorithm) != kSuccess)
-    return "cuBLAS cannot do this product";
+  if (!multiply(call, algorithm, product, stream)) return "cuBLAS cannot do this product";
   if (!call.swiglu) return nullptr;
   SwiGlu gated = {};
   gated.gate = packed;
@@ -117,6 +133,32 @@ const char* LinearLibrary::run_piece(const Linear& call, void* packed, cudaStrea
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
+int LinearLibrary::time(const Linear& call, const void* const* weights, int copies, void* packed, cudaStream_t stream,
+                        TimedAlgorithm* found, int most) const {
+  if (most < 1 || copies < 1) return 0;
+  std::vector<Heuristic> offered(most - 1);
+  const LtProduct product(linear_types(call), call.depth, call.swiglu ? 2 * call.width : call.width, call.rows);
+  if (!product.complete) offered.clear();
+  else offered.resize(product.find(handle_, offered.data(), most - 1, kWideReduction));
+  const int count = static_cast<int>(offered.size()) + 1;
+  for (int i = 0; i < count; i++) found[i].algorithm = i ? offered[i - 1].algorithm : Algorithm{};
+  AlgorithmClock clock(stream);
+  for (int i = 0; i < count; i++) {
+    const bool captured = clock.capture([&] {
+      for (int copy = 0; copy < copies; copy++) {
+        Linear one = call;
+        one.weight = weights[copy];
+        if (run_piece(one, i ? &found[i].algorithm : nullptr, packed, stream)) return false;
+      }
+      return true;
+    });
+    if (!captured) return -1;
+  }
+  if (!clock.run()) return -1;
+  for (int i = 0; i < count; i++) found[i].microseconds = clock.microseconds(i) / copies;
+  return count;
+}
+
 }  // namespace kiln::cuda
 
 // For tests: the product by a cuBLAS of its own, done when this returns; `packed` has room for all rows. Null, or what
@@ -127,8 +169,42 @@ extern "C" __attribute__((visibility("default"))) const char* kiln_cuda_linear_l
   const char* problem = nullptr;
   const kiln::cuda::LinearLibrary library(&problem);
   const int64_t piece = kiln::cuda::piece_rows(call->rows, most);
-  if (!problem) problem = library.run(*call, piece, packed, static_cast<cudaStream_t>(stream));
+  if (!problem) problem = library.run(*call, piece, {}, packed, static_cast<cudaStream_t>(stream));
   if (!problem && cudaStreamSynchronize(static_cast<cudaStream_t>(stream)) != cudaSuccess)
     problem = "the device failed";
   return problem;
+}
+
+namespace kiln::cuda {
+namespace {
+
+// What a search for algorithms needs of the device, for one stream at a time.
+struct AlgorithmSearch {
+  const char* problem = nullptr;
+  LinearLibrary library{&problem};
+};
+
+}  // namespace
+}  // namespace kiln::cuda
+
+// For tuning: cuBLASLt's version, 0 where it is not there; a search, or null; its end; and LinearLibrary::time.
+#define KILN_EXPORT extern "C" __attribute__((visibility("default")))
+KILN_EXPORT size_t kiln_cuda_linear_version() {
+  return kiln::cuda::cublas::lt().library.complete() ? kiln::cuda::cublas::lt().version() : 0;
+}
+KILN_EXPORT void* kiln_cuda_linear_search_create() {
+  if (!kiln_cuda_linear_version()) return nullptr;
+  auto* search = new kiln::cuda::AlgorithmSearch;
+  if (!search->problem) return search;
+  delete search;
+  return nullptr;
+}
+KILN_EXPORT void kiln_cuda_linear_search_destroy(void* search) {
+  delete static_cast<kiln::cuda::AlgorithmSearch*>(search);
+}
+KILN_EXPORT int kiln_cuda_linear_search_time(void* search, const kiln::cuda::Linear* call, const void* const* weights,
+                                             int copies, void* packed, void* stream, kiln::cuda::TimedAlgorithm* found,
+                                             int most) {
+  return static_cast<kiln::cuda::AlgorithmSearch*>(search)->library.time(
+      *call, weights, copies, packed, static_cast<cudaStream_t>(stream), found, most);
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda.h"
+#include "cuda_algorithms.h"
 
 namespace kiln::cuda {
 
@@ -28,10 +29,18 @@ class LinearLibrary {
 
   // Multiplies `piece` rows at a time. With SwiGLU, `packed` is memory for [piece, 2 * width] values, both halves of
   // their product, rounded; else unused. The call's scratch is not used. Null, or what failed.
-  const char* run(const Linear& call, int64_t piece, void* packed, cudaStream_t stream) const;
+  const char* run(const Linear& call, int64_t piece, const Algorithms& algorithms, void* packed,
+                  cudaStream_t stream) const;
+
+  // Times the algorithms for a call, whose weight stands `copies` times at `weights`, together more than the L2 cache
+  // holds: at most `most` of them, cuBLAS's own choice first. Their number, or -1 where the device fails. Waits.
+  int time(const Linear& call, const void* const* weights, int copies, void* packed, cudaStream_t stream,
+           TimedAlgorithm* found, int most) const;
 
  private:
-  const char* run_piece(const Linear& call, void* packed, cudaStream_t stream) const;
+  const char* run_piece(const Linear& call, const cublas::Algorithm* algorithm, void* packed,
+                        cudaStream_t stream) const;
+  bool multiply(const Linear& call, const cublas::Algorithm* algorithm, void* product, cudaStream_t stream) const;
 
   void* handle_ = nullptr;
   void* workspace_ = nullptr;

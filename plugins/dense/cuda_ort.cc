@@ -30,12 +30,16 @@ struct Kernel {
   OrtApi api;
   int64_t kernel_rows, most_rows;  // most_rows: of a piece
   cuda::Element element;
+  cuda::Algorithms algorithms;
 
   Kernel(OrtApi api, const OrtKernelInfo* info, int type)
       : api(api),
         kernel_rows(attribute(api, info, "kernel_rows", int64_t{0})),
         most_rows(attribute(api, info, "piece_rows", int64_t{3072})),
         element(element_of(type)) {
+    const char* problem = nullptr;
+    algorithms = cuda::Algorithms(attribute(api, info, "algorithms", std::string()), &problem);
+    if (problem) fail(problem);
     if (most_rows < 0) fail("piece_rows must be 0 (whole) or more: found ", most_rows);
     if (kernel_rows < 0 || kernel_rows > cuda::kLinearRows)
       fail("kernel_rows must be 0 (always cuBLAS) to ", cuda::kLinearRows, ": found ", kernel_rows);
@@ -56,7 +60,8 @@ struct Kernel {
     const int64_t piece = cuda::piece_rows(call.rows, most_rows);
     const size_t bytes = Which::kSwiGlu ? static_cast<size_t>(piece) * call.width * 4 : 0;
     void* packed = bytes ? varying_scratch_of(stream, bytes) : nullptr;
-    if (const char* problem = library_of<cuda::LinearLibrary>(stream).run(call, piece, packed, stream)) fail(problem);
+    const auto& library = library_of<cuda::LinearLibrary>(stream);
+    if (const char* problem = library.run(call, piece, algorithms, packed, stream)) fail(problem);
   }
 
  private:

@@ -14,7 +14,10 @@ The depth is a multiple of 8, and so is LinearSwiGlu's width. Up to `kernel_rows
 more take cuBLAS; which pays is measured for each SKU, and until then all take cuBLAS. With the kernels a row's result
 depends on that row alone, to the bit: not on the others nor on their number. With cuBLAS, LinearSwiGlu does round its
 two halves, and the depth and width are free. It multiplies at most `piece_rows` rows at a time, or a third more; 0: all
-at once (H200, 7936 rows of a Llama-8B shape: 3 % less time in three pieces).
+at once. `algorithms` says which of cuBLASLt's algorithms so many rows take, as measured on the device
+(`plugins.dense.cuda_search`): "VERSION ROWS:WORDS ROWS:- ...", rows ascending, up to each of which the words of an
+algorithm, in hexadecimal, or cuBLAS's own choice (-) hold; what another version of cuBLASLt was measured for is not
+taken. Empty: cuBLAS's own choice.
 """
 
 from plugins.spec import OperatorSpec, TensorSpec
@@ -32,7 +35,7 @@ LINEAR = OperatorSpec(
         TensorSpec("bias", ("width",), _HALF, optional=True),
     ),
     outputs=(TensorSpec("y", ("...", "width"), _HALF),),
-    attributes={"kernel_rows": 0, "piece_rows": 3072},
+    attributes={"kernel_rows": 0, "piece_rows": 3072, "algorithms": ""},
 )
 LINEAR_SWIGLU = OperatorSpec(
     "LinearSwiGlu",
@@ -42,5 +45,5 @@ LINEAR_SWIGLU = OperatorSpec(
         TensorSpec("bias", ("2 * width",), _HALF, optional=True),
     ),
     outputs=(TensorSpec("y", ("...", "width"), _HALF),),
-    attributes={"kernel_rows": 0, "piece_rows": 3072},
+    attributes={"kernel_rows": 0, "piece_rows": 3072, "algorithms": ""},
 )

@@ -4,7 +4,7 @@
 
 #include <climits>
 
-#include "../cuda_cublas.h"
+#include "../cuda_cublas_lt.h"
 #include "../elementwise/cuda.h"
 #include "cuda_rows.h"
 
@@ -14,105 +14,41 @@ namespace {
 using namespace cublas;
 
 // Values of cublasLt.h, which never change.
-constexpr int kTransposeA = 3, kEpilogue = 7, kBiasPointer = 8, kBiasType = 26;
+constexpr int kEpilogue = 7, kBiasPointer = 8, kBiasType = 26;
 constexpr int kScaleA = 17, kScaleB = 18, kScaleModeA = 31, kScaleModeB = 32, kOuterVector = 3, kAddBias = 4;
-constexpr int kWorkspaceLimit = 1;
-
-struct Algorithm {
-  uint64_t data[8];
-};
-struct Heuristic {
-  Algorithm algorithm;
-  size_t workspace_bytes;
-  int state;
-  float waves;
-  int reserved[4];
-};
-
-struct CublasLt {
-  int (*create)(void** handle) = nullptr;
-  int (*destroy)(void* handle) = nullptr;
-  int (*create_operation)(void** operation, int compute, int scale_type) = nullptr;
-  int (*destroy_operation)(void* operation) = nullptr;
-  int (*set)(void* operation, int attribute, const void* value, size_t bytes) = nullptr;
-  int (*create_layout)(void** layout, int type, uint64_t rows, uint64_t columns, int64_t stride) = nullptr;
-  int (*destroy_layout)(void* layout) = nullptr;
-  int (*create_preference)(void** preference) = nullptr;
-  int (*destroy_preference)(void* preference) = nullptr;
-  int (*set_preference)(void* preference, int attribute, const void* value, size_t bytes) = nullptr;
-  int (*find)(void* handle, void* operation, void* a, void* b, void* c, void* d, void* preference, int wanted,
-              Heuristic* found, int* count) = nullptr;
-  int (*multiply)(void* handle, void* operation, const void* alpha, const void* a, void* a_layout, const void* b,
-                  void* b_layout, const void* beta, const void* c, void* c_layout, void* d, void* d_layout,
-                  const Algorithm* algorithm, void* workspace, size_t workspace_bytes, cudaStream_t stream) = nullptr;
-  Library library{"libcublasLt.so.13", "libcublasLt.so.12"};
-
-  CublasLt() {
-    library.find("cublasLtCreate", &create);
-    library.find("cublasLtDestroy", &destroy);
-    library.find("cublasLtMatmulDescCreate", &create_operation);
-    library.find("cublasLtMatmulDescDestroy", &destroy_operation);
-    library.find("cublasLtMatmulDescSetAttribute", &set);
-    library.find("cublasLtMatrixLayoutCreate", &create_layout);
-    library.find("cublasLtMatrixLayoutDestroy", &destroy_layout);
-    library.find("cublasLtMatmulPreferenceCreate", &create_preference);
-    library.find("cublasLtMatmulPreferenceDestroy", &destroy_preference);
-    library.find("cublasLtMatmulPreferenceSetAttribute", &set_preference);
-    library.find("cublasLtMatmulAlgoGetHeuristic", &find);
-    library.find("cublasLtMatmul", &multiply);
-  }
-};
-
-const CublasLt& lt() {
-  static const CublasLt functions;
-  return functions;
-}
 
 }  // namespace
 
-// How calls of one shape run. To cuBLASLt matrices are stored by columns: y^T [width, rows] = weight x^T.
+// How calls of one shape run.
 struct QuantLibrary::Plan {
-  void *operation = nullptr, *weight = nullptr, *x = nullptr, *y = nullptr;
+  LtProduct product;
   Algorithm algorithm = {};
-  bool is_int8 = false, usable = false;
+  bool is_int8, usable = false;
 
-  Plan(void* handle, const QuantLinear& call, bool direct) : is_int8(call.format == WeightFormat::kInt8) {
-    const int type = is_int8 ? kInt8Data : kFloat8Data, sums = is_int8 ? kInt32Data : kFloatData;
-    const int element = data_type(call.element);
-    const uint64_t depth = call.depth, width = weight_rows(call);
-    const uint64_t rows = is_int8 ? padded_rows(call.rows) : call.rows;  // what padding gives, nobody reads
-    if (lt().create_operation(&operation, is_int8 ? kInt32Sums : kFloatSums, sums) != kSuccess ||
-        lt().create_layout(&weight, type, depth, width, call.depth) != kSuccess ||
-        lt().create_layout(&x, type, depth, rows, call.depth) != kSuccess ||
-        lt().create_layout(&y, direct ? element : sums, width, rows, weight_rows(call)) != kSuccess)
-      return;
-    bool set = give(kTransposeA, kTranspose);
+  Plan(void* handle, const QuantLinear& call, bool direct)
+      : product(types_of(call, direct), call.depth, weight_rows(call),
+                call.format == WeightFormat::kInt8 ? padded_rows(call.rows) : call.rows),  // nobody reads the padding's
+        is_int8(call.format == WeightFormat::kInt8) {
+    bool set = product.complete;
     if (direct) {
       set = set && give(kScaleModeA, kOuterVector) && give(kScaleModeB, kOuterVector) && point(call, call.scale);
-      if (call.bias) set = set && give(kEpilogue, kAddBias) && give(kBiasType, element);
+      if (call.bias) set = set && give(kEpilogue, kAddBias) && give(kBiasType, data_type(call.element));
     }
-    void* preference = nullptr;
-    if (!set || lt().create_preference(&preference) != kSuccess) return;
     Heuristic found = {};
-    int count = 0;
-    if (lt().set_preference(preference, kWorkspaceLimit, &kWorkspaceBytes, sizeof(kWorkspaceBytes)) == kSuccess &&
-        lt().find(handle, operation, weight, x, y, y, preference, 1, &found, &count) == kSuccess && count == 1) {
-      algorithm = found.algorithm;
-      usable = true;
-    }
-    lt().destroy_preference(preference);
+    if (!set || product.find(handle, &found, 1) != 1) return;
+    algorithm = found.algorithm;
+    usable = true;
   }
-  ~Plan() {
-    if (operation) lt().destroy_operation(operation);
-    for (void* layout : {weight, x, y})
-      if (layout) lt().destroy_layout(layout);
-  }
-  Plan(const Plan&) = delete;
-  Plan& operator=(const Plan&) = delete;
 
+  static LtProduct::Types types_of(const QuantLinear& call, bool direct) {
+    const bool int8 = call.format == WeightFormat::kInt8;
+    const int sums = int8 ? kInt32Data : kFloatData;
+    return {int8 ? kInt8Data : kFloat8Data, direct ? data_type(call.element) : sums, int8 ? kInt32Sums : kFloatSums,
+            sums};
+  }
   template <typename Value>
   bool give(int attribute, Value value) {
-    return lt().set(operation, attribute, &value, sizeof(value)) == kSuccess;
+    return product.give(attribute, value);
   }
   // Where a direct product finds its scales and its bias.
   bool point(const QuantLinear& call, const float* row_scale) {
@@ -161,8 +97,7 @@ const char* QuantLibrary::run(const QuantLinear& call, const QuantBuffers& buffe
   const void* alpha = plan->is_int8 ? static_cast<const void*>(&whole_one) : &one;
   const void* beta = plan->is_int8 ? static_cast<const void*>(&whole_none) : &none;
   void* result = direct && !call.swiglu ? call.y : buffers.sums;
-  if (lt().multiply(handle_, plan->operation, alpha, call.weight, plan->weight, buffers.q, plan->x, beta, result,
-                    plan->y, result, plan->y, &plan->algorithm, workspace_, kWorkspaceBytes, stream) != kSuccess)
+  if (!plan->product.run(handle_, alpha, call.weight, buffers.q, beta, result, plan->algorithm, workspace_, stream))
     return "cuBLASLt failed in this product";
   if (!direct) {
     error = finish_sums(call, buffers.sums, buffers.row_scale, stream);

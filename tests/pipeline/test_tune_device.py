@@ -15,9 +15,11 @@ from passes.onnx_model import load_structure, onnx_model_from_path
 from pipeline.expected import EXPECTED, expected_from_graph
 from pipeline.progress import Progress
 from pipeline.tune import TuneConfig, tune
-from pipeline.tune.derive import products_in, write_graph_with_kernel_rows
+from pipeline.tune.algorithms import AlgorithmFindings
+from pipeline.tune.derive import dense_products, products_in, write_graph_with_products
 from pipeline.tune.device import chosen_rows, kernel_rows_from, ladder_from
 from plugins.cuda_runtime import PROVIDER
+from plugins.dense.cuda_search import Choice, Product, Timed, choice_of, text_of
 from plugins.errors import KilnError
 from tests.engines.host_runtime import HostRuntime
 from tests.pipeline.tune_material import TRACE, answers
@@ -171,10 +173,59 @@ def test_kernel_rows_are_written_into_products_alone(tmp_path: Path) -> None:
     value = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT16, None) for name in ("x", "w", "o")]
     model = helper.make_model(helper.make_graph(nodes, "products", value[:2], value[2:]))
     onnx.save(model, tmp_path / "a.onnx")
-    write_graph_with_kernel_rows(tmp_path / "a.onnx", tmp_path / "b.onnx", 8)
+    write_graph_with_products(tmp_path / "a.onnx", tmp_path / "b.onnx", 8, {})
     rows = [helper.get_attribute_value(node.attribute[0]) for node in load_structure(tmp_path / "b.onnx").graph.node]
     np.testing.assert_array_equal(rows, [8, 8, 0, 8])
     assert products_in(tmp_path / "b.onnx") == {"Linear": 32, "LinearSwiGlu": 32, "QuantLinear": 64}
-    write_graph_with_kernel_rows(tmp_path / "a.onnx", tmp_path / "c.onnx", 64)
+    write_graph_with_products(tmp_path / "a.onnx", tmp_path / "c.onnx", 64, {})
     rows = [helper.get_attribute_value(node.attribute[0]) for node in load_structure(tmp_path / "c.onnx").graph.node]
     np.testing.assert_array_equal(rows, [32, 32, 0, 64])
+
+
+def test_algorithms_are_written_into_the_products_they_were_measured_for(tmp_path: Path) -> None:
+    helper = onnx.helper
+    nodes = [
+        helper.make_node("Linear", ["x", "square"], ["y"], domain="kiln", kernel_rows=8, algorithms="old"),
+        helper.make_node("Linear", ["y", "square", "b"], ["z"], domain="kiln", kernel_rows=8),
+        helper.make_node("LinearSwiGlu", ["z", "tall"], ["p"], domain="kiln", kernel_rows=8),
+        helper.make_node("Linear", ["p", "square"], ["q"], domain="kiln", kernel_rows=8),
+        helper.make_node("Linear", ["q", "x"], ["o"], domain="kiln", kernel_rows=8),
+    ]
+    value = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT16, None) for name in ("x", "o")]
+    shapes = {"square": [8, 8], "tall": [16, 8], "b": [8]}
+    weights = [onnx.numpy_helper.from_array(np.zeros(shape, np.float16), name=name) for name, shape in shapes.items()]
+    graph = helper.make_graph(nodes, "products", value[:1], value[1:], weights)
+    onnx.save(helper.make_model(graph), tmp_path / "a.onnx")
+    plain, biased, gated = (
+        Product(8, 8, swiglu, bias, "float16") for swiglu, bias in ((False, False), (False, True), (True, False))
+    )
+    assert dense_products(tmp_path / "a.onnx") == {plain: 2, biased: 1, gated: 1}
+    write_graph_with_products(tmp_path / "a.onnx", tmp_path / "b.onnx", None, {plain: "7 16:-", gated: "7 32:-"})
+    written = [
+        {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+        for node in load_structure(tmp_path / "b.onnx").graph.node
+    ]
+    assert [one.get("algorithms") for one in written] == [b"7 16:-", None, b"7 32:-", b"7 16:-", None]
+    assert [one["kernel_rows"] for one in written] == [8] * 5
+
+
+def test_an_algorithm_is_chosen_where_it_gains_more_than_noise() -> None:
+    usual, close, best = Timed((), 10.0), Timed((1,), 9.9), Timed((255, 0, 3), 9.0)
+    assert choice_of(48, [usual, close, best]) == Choice(48, best, 10.0)
+    assert choice_of(48, [usual, close]) == Choice(48, usual, 10.0)
+    choices = [Choice(64, usual, 10.0), Choice(48, best, 10.0)]
+    assert text_of(choices, 131) == "131 48:ff.0.3 64:-"
+    assert text_of(choices[:1], 131) == ""
+
+
+def test_findings_say_what_is_gained() -> None:
+    usual, best = Timed((), 10.0), Timed((1,), 8.0)
+    one, other = Product(8, 8, False, False, "float16"), Product(16, 8, False, False, "float16")
+    findings = AlgorithmFindings(
+        3, {one: [Choice(16, usual, 10.0), Choice(32, best, 10.0)], other: [Choice(n, usual, 10.0) for n in (16, 32)]}
+    )
+    assert findings.texts == {one: "3 16:- 32:1", other: ""}
+    assert findings.sentence == "Algorithms of 2 products: time over that of cuBLAS's own choice, by rows: 32: 0.90."
+    nothing = AlgorithmFindings(3, {other: [Choice(16, usual, 10.0)]})
+    assert nothing.texts == {}
+    assert "own choice is best" in nothing.sentence

@@ -40,7 +40,7 @@ def _somewhere() -> "torch.Tensor":
 class Node:
     """An operator with its first `len(types)` inputs, each of its type; outputs are of the first input's."""
 
-    def __init__(self, spec: OperatorSpec, types: Sequence[str], graph: bool = False, **attributes: int) -> None:
+    def __init__(self, spec: OperatorSpec, types: Sequence[str], graph: bool = False, **attributes: int | str) -> None:
         inputs = [one.name for one in spec.inputs[: len(types)]]
         outputs = [one.name for one in spec.outputs]
         node = helper.make_node(spec.op_type, inputs, outputs, domain=spec.domain, **attributes)

@@ -7,6 +7,8 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
+from plugins.cuda_runtime import CudaRuntime
+from plugins.dense.cuda_search import AlgorithmSearch, Choice, Product, text_of
 from plugins.dense.reference import linear, linear_swiglu
 from plugins.dense.schema import LINEAR, LINEAR_SWIGLU
 from plugins.elementwise.reference import add_rms_norm, swiglu
@@ -14,7 +16,7 @@ from plugins.elementwise.schema import ADD_RMS_NORM, SWIGLU
 from plugins.spec import OperatorSpec
 
 from .cuda_node import Node
-from .cuda_tensors import error, poisoned, random, torch, wide
+from .cuda_tensors import error, loaded_library, poisoned, random, torch, wide
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,6 +61,44 @@ def test_pieces_give_what_the_whole_gives(spec: OperatorSpec) -> None:
         check(y, reference(wide(x), wide(weight)), "bfloat16")
     with pytest.raises(Exception, match="piece_rows must be 0"):
         Node(spec, ["bfloat16"] * 2, piece_rows=-1)
+
+
+@pytest.mark.parametrize("dtype", sorted(LIMITS))
+@pytest.mark.parametrize(("spec", "bias"), [(LINEAR, False), (LINEAR, True), (LINEAR_SWIGLU, False)])
+def test_every_algorithm_that_can_be_chosen_is_right(spec: OperatorSpec, bias: bool, dtype: str) -> None:
+    """For the rows it was found for, and fewer; and what another version of cuBLASLt was measured for is not taken."""
+    swiglu = spec is LINEAR_SWIGLU
+    product = Product(1024, 512, swiglu, bias, dtype)
+    runtime = CudaRuntime()
+    search = AlgorithmSearch(loaded_library(), runtime)
+    try:
+        timed = search.timed(product, [48, 200])
+    finally:
+        search.close()
+        runtime.close()
+    assert {rows: found[0].words for rows, found in timed.items()} == {48: (), 200: ()}
+    assert all(one.microseconds > 1 for found in timed.values() for one in found)
+    x, weight = random(1, dtype, 200, 512), random(2, dtype, product.weight_rows, 512, scale=512**-0.5)
+    constants = [weight, random(3, dtype, product.weight_rows)] if bias else [weight]
+    expected = (linear_swiglu if swiglu else linear)(wide(x), *map(wide, constants))
+    bits = set()
+    for rows, found in timed.items():
+        for version in (search.version, search.version + 1):
+            for one in found[1:]:
+                text = text_of([Choice(rows, one, 1.0)], version)
+                node = Node(spec, [dtype] * (1 + len(constants)), algorithms=text)
+                for count in (rows, rows - 9):
+                    y = poisoned(dtype, count, 1024)
+                    node.run([x[:count].contiguous(), *constants], [y])
+                    check(y, expected[:count], dtype)
+                    bits.add((version, rows, count, y.cpu().view(torch.int16).numpy().tobytes()))
+    assert sum(version != search.version for version, *_ in bits) == 4, "one result each: cuBLAS's own choice"
+
+
+@pytest.mark.parametrize("text", ["x", "1 16:1.2", "1 32:- 16:-", "1 16", "1 16:g.0.0.0.0.0.0.0"])
+def test_a_text_that_names_no_algorithms_is_refused(text: str) -> None:
+    with pytest.raises(Exception, match="algorithms must"):
+        Node(LINEAR, ["float16"] * 2, algorithms=text)
 
 
 @pytest.mark.parametrize("rows", [4, 40])
