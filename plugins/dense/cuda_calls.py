@@ -64,22 +64,14 @@ class CudaLinear:
         return self._launch(x, weight, bias, y, swiglu=True)
 
     def by_library(
-        self,
-        x: "torch.Tensor",
-        weight: "torch.Tensor",
-        bias: "torch.Tensor | None",
-        y: "torch.Tensor",
-        swiglu: bool,
-        piece_rows: int = 0,
+        self, x: "torch.Tensor", weight: "torch.Tensor", bias: "torch.Tensor | None", y: "torch.Tensor", swiglu: bool
     ) -> "torch.Tensor":
         """Either product by cuBLAS, as the operators take it for more rows. Slow: starts cuBLAS each time, waits."""
         packed = x.new_empty(x.shape[0], weight.shape[0])
         self._library.kiln_cuda_linear_library.restype = ctypes.c_char_p
         call = self._call(x, weight, bias, y, swiglu)
         stream = ctypes.c_void_p(_stream())
-        problem = self._library.kiln_cuda_linear_library(
-            ctypes.byref(call), ctypes.c_int64(piece_rows), ctypes.c_void_p(packed.data_ptr()), stream
-        )
+        problem = self._library.kiln_cuda_linear_library(ctypes.byref(call), ctypes.c_void_p(packed.data_ptr()), stream)
         if problem:
             raise KilnError(f"the product failed: {problem.decode()}")
         return y

@@ -75,18 +75,6 @@ LinearLibrary::~LinearLibrary() {
   if (workspace_) cudaFree(workspace_);
 }
 
-const char* LinearLibrary::run(const Linear& call, int64_t piece, const Algorithms& algorithms, void* packed,
-                               cudaStream_t stream) const {
-  for (int64_t row = 0; row < call.rows; row += piece) {
-    Linear part = call;
-    part.rows = std::min(piece, call.rows - row);
-    part.x = static_cast<const uint16_t*>(call.x) + row * call.depth;
-    part.y = static_cast<uint16_t*>(call.y) + row * call.width;
-    if (const char* problem = run_piece(part, algorithms.of(part.rows), packed, stream)) return problem;
-  }
-  return nullptr;
-}
-
 bool LinearLibrary::multiply(const Linear& call, const Algorithm* algorithm, void* y, cudaStream_t stream) const {
   const int64_t width = call.swiglu ? 2 * call.width : call.width;
   const float alpha = 1.0f, beta = call.bias ? 1.0f : 0.0f;
@@ -104,10 +92,10 @@ bool LinearLibrary::multiply(const Linear& call, const Algorithm* algorithm, voi
                               kAnyAlgorithm) == kSuccess;
 }
 
-const char* LinearLibrary::run_piece(const Linear& call, const Algorithm* algorithm, void* packed,
-                                     cudaStream_t stream) const {
+const char* LinearLibrary::run(const Linear& call, const Algorithm* algorithm, void* packed,
+                               cudaStream_t stream) const {
   const int64_t width = call.swiglu ? 2 * call.width : call.width;
-  if (width == 0) return nullptr;
+  if (call.rows == 0 || width == 0) return nullptr;
   constexpr int64_t kMost = (int64_t{1} << 31) - 1;
   if (call.rows > kMost || width > kMost || call.depth > kMost) return "a dimension is larger than cuBLAS takes";
   void* product = call.swiglu ? packed : call.y;
@@ -148,7 +136,7 @@ int LinearLibrary::time(const Linear& call, const void* const* weights, int copi
       for (int copy = 0; copy < copies; copy++) {
         Linear one = call;
         one.weight = weights[copy];
-        if (run_piece(one, i ? &found[i].algorithm : nullptr, packed, stream)) return false;
+        if (run(one, i ? &found[i].algorithm : nullptr, packed, stream)) return false;
       }
       return true;
     });
@@ -161,15 +149,12 @@ int LinearLibrary::time(const Linear& call, const void* const* weights, int copi
 
 }  // namespace kiln::cuda
 
-// For tests: the product by a cuBLAS of its own, done when this returns; `packed` has room for all rows. Null, or what
-// failed.
+// For tests: the product by a cuBLAS of its own, done when this returns. Null, or what failed.
 extern "C" __attribute__((visibility("default"))) const char* kiln_cuda_linear_library(const kiln::cuda::Linear* call,
-                                                                                       int64_t most, void* packed,
-                                                                                       void* stream) {
+                                                                                       void* packed, void* stream) {
   const char* problem = nullptr;
   const kiln::cuda::LinearLibrary library(&problem);
-  const int64_t piece = kiln::cuda::piece_rows(call->rows, most);
-  if (!problem) problem = library.run(*call, piece, {}, packed, static_cast<cudaStream_t>(stream));
+  if (!problem) problem = library.run(*call, nullptr, packed, static_cast<cudaStream_t>(stream));
   if (!problem && cudaStreamSynchronize(static_cast<cudaStream_t>(stream)) != cudaSuccess)
     problem = "the device failed";
   return problem;

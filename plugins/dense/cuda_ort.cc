@@ -28,19 +28,15 @@ struct Kernel {
   static constexpr size_t kInputs = kOperands, kOutputs = 1;
 
   OrtApi api;
-  int64_t kernel_rows, most_rows;  // most_rows: of a piece
+  int64_t kernel_rows;
   cuda::Element element;
   cuda::Algorithms algorithms;
 
   Kernel(OrtApi api, const OrtKernelInfo* info, int type)
-      : api(api),
-        kernel_rows(attribute(api, info, "kernel_rows", int64_t{0})),
-        most_rows(attribute(api, info, "piece_rows", int64_t{3072})),
-        element(element_of(type)) {
+      : api(api), kernel_rows(attribute(api, info, "kernel_rows", int64_t{0})), element(element_of(type)) {
     const char* problem = nullptr;
     algorithms = cuda::Algorithms(attribute(api, info, "algorithms", std::string()), &problem);
     if (problem) fail(problem);
-    if (most_rows < 0) fail("piece_rows must be 0 (whole) or more: found ", most_rows);
     if (kernel_rows < 0 || kernel_rows > cuda::kLinearRows)
       fail("kernel_rows must be 0 (always cuBLAS) to ", cuda::kLinearRows, ": found ", kernel_rows);
   }
@@ -57,11 +53,10 @@ struct Kernel {
       require_cuda(cuda::run(call, stream), "the kernel cannot be launched");
       return;
     }
-    const int64_t piece = cuda::piece_rows(call.rows, most_rows);
-    const size_t bytes = Which::kSwiGlu ? static_cast<size_t>(piece) * call.width * 4 : 0;
+    const size_t bytes = Which::kSwiGlu ? static_cast<size_t>(call.rows) * call.width * 4 : 0;
     void* packed = bytes ? varying_scratch_of(stream, bytes) : nullptr;
     const auto& library = library_of<cuda::LinearLibrary>(stream);
-    if (const char* problem = library.run(call, piece, algorithms, packed, stream)) fail(problem);
+    if (const char* trouble = library.run(call, algorithms.of(call.rows), packed, stream)) fail(trouble);
   }
 
  private:

@@ -13,11 +13,12 @@ type, sums are float32 and rounded once.
 The depth is a multiple of 8, and so is LinearSwiGlu's width. Up to `kernel_rows` rows (0 to 32) take Kiln's kernels,
 more take cuBLAS; which pays is measured for each SKU, and until then all take cuBLAS. With the kernels a row's result
 depends on that row alone, to the bit: not on the others nor on their number. With cuBLAS, LinearSwiGlu does round its
-two halves, and the depth and width are free. It multiplies at most `piece_rows` rows at a time, or a third more; 0: all
-at once. `algorithms` says which of cuBLASLt's algorithms so many rows take, as measured on the device
+two halves, and the depth and width are free.
+
+`algorithms` says which of cuBLASLt's algorithms so many rows take, as measured on the device
 (`plugins.dense.cuda_search`): "VERSION ROWS:WORDS ROWS:- ...", rows ascending, up to each of which the words of an
-algorithm, in hexadecimal, or cuBLAS's own choice (-) hold; what another version of cuBLASLt was measured for is not
-taken. Empty: cuBLAS's own choice.
+algorithm, in hexadecimal, or cuBLAS's own choice (-) hold; more rows take its own choice. What another version of
+cuBLASLt was measured for is not taken. Empty: always its own choice.
 """
 
 from plugins.spec import OperatorSpec, TensorSpec
@@ -35,7 +36,7 @@ LINEAR = OperatorSpec(
         TensorSpec("bias", ("width",), _HALF, optional=True),
     ),
     outputs=(TensorSpec("y", ("...", "width"), _HALF),),
-    attributes={"kernel_rows": 0, "piece_rows": 3072, "algorithms": ""},
+    attributes={"kernel_rows": 0, "algorithms": ""},
 )
 LINEAR_SWIGLU = OperatorSpec(
     "LinearSwiGlu",
@@ -45,5 +46,5 @@ LINEAR_SWIGLU = OperatorSpec(
         TensorSpec("bias", ("2 * width",), _HALF, optional=True),
     ),
     outputs=(TensorSpec("y", ("...", "width"), _HALF),),
-    attributes={"kernel_rows": 0, "piece_rows": 3072, "algorithms": ""},
+    attributes={"kernel_rows": 0, "algorithms": ""},
 )

@@ -9,6 +9,7 @@ import random
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from plugins.cuda_runtime import CudaRuntime, OutOfDeviceMemoryError
 from soaking.in_process import EngineSoak, settled
@@ -37,8 +38,14 @@ class DeviceSoak:
 
     @property
     def growth(self) -> float:
-        """MiB between the second round and the last: the first loads what stays loaded."""
-        return max(values[-1] - values[min(1, len(values) - 1)] for values in (self.opened, self.closed))
+        """MiB, the larger of two, both without the first round, which loads what stays loaded.
+
+        Closed, what the last round has more than the first counted. Open, what the later half has more than the
+        earlier, by medians: each engine keeps as much as the largest step needed that it met, which is chance.
+        """
+        opened, closed = (values[1:] or values for values in (self.opened, self.closed))
+        half = max(1, len(opened) // 2)
+        return max(closed[-1] - closed[0], median(opened[-half:]) - median(opened[:half]))
 
 
 def soak_device_memory(

@@ -51,18 +51,6 @@ def test_products(spec: OperatorSpec, reference: Reference, kernel_rows: int, wi
             check(y, reference(wide(x), *map(wide, constants)), dtype)
 
 
-@pytest.mark.parametrize("spec", [LINEAR, LINEAR_SWIGLU])
-def test_pieces_give_what_the_whole_gives(spec: OperatorSpec) -> None:
-    x, y = random(1, "bfloat16", 5, 170, 200), poisoned("bfloat16", 5, 170, 136)
-    weight = random(2, "bfloat16", 136 if spec is LINEAR else 272, 200, scale=200**-0.5)
-    reference = linear if spec is LINEAR else linear_swiglu
-    for piece_rows in (0, 256):
-        Node(spec, ["bfloat16"] * 2, piece_rows=piece_rows).run([x, weight], [y.fill_(float("nan"))])
-        check(y, reference(wide(x), wide(weight)), "bfloat16")
-    with pytest.raises(Exception, match="piece_rows must be 0"):
-        Node(spec, ["bfloat16"] * 2, piece_rows=-1)
-
-
 @pytest.mark.parametrize("dtype", sorted(LIMITS))
 @pytest.mark.parametrize(("spec", "bias"), [(LINEAR, False), (LINEAR, True), (LINEAR_SWIGLU, False)])
 def test_every_algorithm_that_can_be_chosen_is_right(spec: OperatorSpec, bias: bool, dtype: str) -> None:
