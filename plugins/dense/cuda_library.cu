@@ -160,36 +160,26 @@ extern "C" __attribute__((visibility("default"))) const char* kiln_cuda_linear_l
   return problem;
 }
 
-namespace kiln::cuda {
-namespace {
-
-// What a search for algorithms needs of the device, for one stream at a time.
-struct AlgorithmSearch {
-  const char* problem = nullptr;
-  LinearLibrary library{&problem};
-};
-
-}  // namespace
-}  // namespace kiln::cuda
-
-// For tuning: cuBLASLt's version, 0 where it is not there; a search, or null; its end; and LinearLibrary::time.
+// For tuning: cuBLASLt's version, 0 where it is not there; a library of one's own, or null; its end; and
+// LinearLibrary::time.
 #define KILN_EXPORT extern "C" __attribute__((visibility("default")))
 KILN_EXPORT size_t kiln_cuda_linear_version() {
   return kiln::cuda::cublas::lt().library.complete() ? kiln::cuda::cublas::lt().version() : 0;
 }
-KILN_EXPORT void* kiln_cuda_linear_search_create() {
+KILN_EXPORT void* kiln_cuda_linear_library_create() {
   if (!kiln_cuda_linear_version()) return nullptr;
-  auto* search = new kiln::cuda::AlgorithmSearch;
-  if (!search->problem) return search;
-  delete search;
+  const char* problem = nullptr;
+  auto* library = new kiln::cuda::LinearLibrary(&problem);
+  if (!problem) return library;
+  delete library;
   return nullptr;
 }
-KILN_EXPORT void kiln_cuda_linear_search_destroy(void* search) {
-  delete static_cast<kiln::cuda::AlgorithmSearch*>(search);
+KILN_EXPORT void kiln_cuda_linear_library_destroy(void* library) {
+  delete static_cast<kiln::cuda::LinearLibrary*>(library);
 }
-KILN_EXPORT int kiln_cuda_linear_search_time(void* search, const kiln::cuda::Linear* call, const void* const* weights,
-                                             int copies, void* packed, void* stream, kiln::cuda::TimedAlgorithm* found,
-                                             int most) {
-  return static_cast<kiln::cuda::AlgorithmSearch*>(search)->library.time(
-      *call, weights, copies, packed, static_cast<cudaStream_t>(stream), found, most);
+KILN_EXPORT int kiln_cuda_linear_library_time(void* library, const kiln::cuda::Linear* call, const void* const* weights,
+                                              int copies, void* packed, void* stream, kiln::cuda::TimedAlgorithm* found,
+                                              int most) {
+  return static_cast<kiln::cuda::LinearLibrary*>(library)->time(*call, weights, copies, packed,
+                                                                static_cast<cudaStream_t>(stream), found, most);
 }

@@ -94,15 +94,15 @@ class AlgorithmSearch:
     def __init__(self, library: ctypes.CDLL, runtime: CudaRuntime):
         self._library, self._runtime = library, runtime
         library.kiln_cuda_linear_version.restype = ctypes.c_size_t
-        library.kiln_cuda_linear_search_create.restype = ctypes.c_void_p
+        library.kiln_cuda_linear_library_create.restype = ctypes.c_void_p
         self.version = int(library.kiln_cuda_linear_version())
-        self._search = ctypes.c_void_p(library.kiln_cuda_linear_search_create())
-        if not self._search:
+        self._products = ctypes.c_void_p(library.kiln_cuda_linear_library_create())
+        if not self._products:
             raise KilnError("no algorithms can be measured: cuBLASLt, or device memory for its workspace, is missing")
 
     def close(self) -> None:
-        self._library.kiln_cuda_linear_search_destroy(self._search)
-        self._search = ctypes.c_void_p(None)
+        self._library.kiln_cuda_linear_library_destroy(self._products)
+        self._products = ctypes.c_void_p(None)
 
     def choices(self, product: Product, rows: Sequence[int]) -> list[Choice]:
         """For each of these numbers of rows. Raises KilnError where device memory is short or the device fails."""
@@ -136,8 +136,8 @@ class AlgorithmSearch:
 
     def _timed(self, call: LinearCall, weights: Sequence[int], packed: int | None) -> list[Timed]:
         found = (_Found * _MOST)()
-        count = self._library.kiln_cuda_linear_search_time(
-            self._search,
+        count = self._library.kiln_cuda_linear_library_time(
+            self._products,
             ctypes.byref(call),
             (ctypes.c_void_p * len(weights))(*weights),
             len(weights),
