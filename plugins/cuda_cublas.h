@@ -40,4 +40,14 @@ class Library {
   bool complete_ = true;
 };
 
+// For callers without C++: a wrapper like those of cuda_scratch.h, to be deleted, or null where there can be none.
+template <typename Wrapper>
+Wrapper* created_or_null() {
+  const char* problem = nullptr;
+  auto* wrapper = new Wrapper(&problem);
+  if (!problem) return wrapper;
+  delete wrapper;
+  return nullptr;
+}
+
 }  // namespace kiln::cuda::cublas

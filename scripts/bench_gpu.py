@@ -5,8 +5,8 @@
 
 Builds a bundle of the shape of Llama 3 8B on random weights with Kiln's own build, has the algorithms of its products
 measured as `kiln tune` does, unless BUNDLE is there already, and uses it through `Engine` as a service would. Takes
-about four minutes on an H200. Prints one table and one JSON line,
-and exits with 1 when a target is missed. Needs torch with CUDA beside ONNX Runtime's CUDA build.
+about four minutes on an H200. Prints one table and one JSON line, and exits with 1 when a target is missed. Needs torch
+with CUDA beside ONNX Runtime's CUDA build.
 
 --quant gives all of the model's products weights of 8 or 4 bits, with the kernels that were measured to be the fastest
 for their shapes; --beside FILE, whose last line is the JSON of a run in 16 bits on this machine, adds how the decode
@@ -51,8 +51,9 @@ from pipeline.config import BuildConfig
 from pipeline.floors import DecoderWork, decoder_work_from_graph
 from pipeline.load_test.trace import Workload
 from pipeline.progress import Progress
-from pipeline.tune.algorithms import measured_algorithms
+from pipeline.tune.algorithms import cuda_plugin, measured_algorithms
 from pipeline.tune.derive import derive_bundle
+from plugins.errors import KilnError
 
 KV_BLOCKS = 24_576
 """For 393,216 tokens, more than any experiment has: 48 GiB."""
@@ -108,12 +109,16 @@ def measure(bundle: EngineBundle, seed: int, kernels: bool, progress: Progress) 
     decoder = bundle.manifest.decoder
     if decoder is None:
         raise SystemExit(f"{bundle.path} is no decoder; expected a bundle of a language model")
+    try:
+        library = cuda_plugin(bundle)
+    except KilnError as error:
+        raise SystemExit(str(error)) from error
     with progress.stage("the device's limits"):
         limits = measure_device()
     yield Figure("copy", limits.bandwidth / 1e12, "TB/s")
     yield Figure("product", limits.product_rate / 1e12, "TFLOP/s")
     with progress.stage("attention kernels"):
-        attention = attention_figures(cuda_plugin(bundle), limits, decoder.kv.block_size)
+        attention = attention_figures(library, limits, decoder.kv.block_size)
     yield from attention
     work = decoder_work_from_graph(bundle.engine_path, decoder)
     with progress.stage("open the engine"):
@@ -164,14 +169,6 @@ def print_trace(engine: Engine, sizes: Sizes, seed: int) -> None:
         with traced_steps(engine.backend) as steps:
             serve_trace(engine, MIXED.draw(sizes.requests, seed))
         print(step_table(steps))
-
-
-def cuda_plugin(bundle: EngineBundle) -> Path:
-    found = [path for path in bundle.plugin_paths if "cuda" in path.name]
-    if not found:
-        names = ", ".join(path.name for path in bundle.plugin_paths)
-        raise SystemExit(f"{bundle.path} has the plug-ins {names or 'none'}; expected one for CUDA")
-    return found[0]
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from engines.backends.cuda_graphs import ladder_up_to
 from engines.bundle import EngineBundle
@@ -17,6 +18,7 @@ from pipeline.progress import Progress
 from pipeline.tune.derive import dense_products
 from plugins.cuda_runtime import CudaRuntime
 from plugins.dense.cuda_search import AlgorithmSearch, Choice, Product, text_of
+from plugins.errors import KilnError
 
 _FEW = 8
 
@@ -47,18 +49,26 @@ class AlgorithmFindings:
         return f"Algorithms of {len(self.choices)} products: {found}."
 
 
+def cuda_plugin(bundle: EngineBundle) -> Path:
+    """Kiln's CUDA library in a bundle. Raises KilnError where there is none."""
+    found = [path for path in bundle.plugin_paths if "cuda" in path.name]
+    if not found:
+        names = ", ".join(path.name for path in bundle.plugin_paths)
+        raise KilnError(f"{bundle.path} has the plug-ins {names or 'none'}; expected one for CUDA")
+    return found[0]
+
+
 def measured_algorithms(bundle: EngineBundle, most: int, progress: Progress) -> AlgorithmFindings:
     """For batches of up to `most`. Raises KilnError where they cannot be measured."""
     products = dense_products(bundle.engine_path)
     rows = [size for size in ladder_up_to(most) if size > _FEW]
     if not products or not rows:
         return AlgorithmFindings(0, {})
-    (library,) = (path for path in bundle.plugin_paths if "cuda" in path.name)
     check_plugins(bundle)
     with ExitStack() as stack:
         runtime = CudaRuntime()
         stack.callback(runtime.close)
-        search = AlgorithmSearch(ctypes.CDLL(str(library)), runtime)
+        search = AlgorithmSearch(ctypes.CDLL(str(cuda_plugin(bundle))), runtime)
         stack.callback(search.close)
         with progress.stage(f"algorithms of {len(products)} products"):
             choices = {product: search.choices(product, rows) for product in products}

@@ -29,9 +29,8 @@ struct Ring {
 struct Stage {
   int index = 0;
   uint32_t parity = 0;
-  template <int kStages>
-  __device__ void next() {
-    if (++index == kStages) {
+  __device__ void next(int stages) {
+    if (++index == stages) {
       index = 0;
       parity ^= 1;
     }
@@ -62,6 +61,15 @@ __device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
         : "r"(shared_address(barrier)), "r"(parity)
         : "memory");
   } while (!done);
+}
+
+// By one thread, before the others are let on: the stages are empty.
+__device__ inline void init_ring(uint64_t* full, uint64_t* empty, int stages) {
+  for (int i = 0; i < stages; i++) {
+    barrier_init(full + i, 1);
+    barrier_init(empty + i, kConsumers);
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 __device__ inline uint64_t read_once_policy() {
@@ -128,7 +136,7 @@ __device__ void produce(const LinearWork& work, const CUtensorMap& weight, const
     barrier_wait(empty + stage.index, stage.parity);
     load_weight(step, stage.index);
     load_x(step, stage.index);
-    stage.next<Shape::kStages>();
+    stage.next(Shape::kStages);
   }
 }
 
@@ -152,7 +160,7 @@ __device__ void multiply_steps(int count, uint32_t ring, uint64_t* full, uint64_
 #pragma unroll
     for (int j = 0; j < kRows / 2; j++) asm volatile("" : "+f"(sums[j])::"memory");  // no use before the wait
     if (threadIdx.x % kWarp == 0) barrier_arrive(empty + stage.index);
-    stage.next<Shape::kStages>();
+    stage.next(Shape::kStages);
   }
 }
 
@@ -166,13 +174,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   __shared__ uint64_t full[kStages], empty[kStages];
   const uint32_t ring = (shared_address(dynamic) + kSharedAlignment - 1) & ~(kSharedAlignment - 1);
   let_next_start();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++) {
-      barrier_init(full + i, 1);
-      barrier_init(empty + i, kConsumers);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  if (threadIdx.x == 0) init_ring(full, empty, kStages);
   __syncthreads();
   if (threadIdx.x >= kConsumers * kWarp) {
     if (threadIdx.x == kConsumers * kWarp) produce<kRows, kSwiGlu>(work, weight, x, ring, full, empty);

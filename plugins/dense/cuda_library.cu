@@ -168,11 +168,7 @@ KILN_EXPORT size_t kiln_cuda_linear_version() {
 }
 KILN_EXPORT void* kiln_cuda_linear_library_create() {
   if (!kiln_cuda_linear_version()) return nullptr;
-  const char* problem = nullptr;
-  auto* library = new kiln::cuda::LinearLibrary(&problem);
-  if (!problem) return library;
-  delete library;
-  return nullptr;
+  return kiln::cuda::cublas::created_or_null<kiln::cuda::LinearLibrary>();
 }
 KILN_EXPORT void kiln_cuda_linear_library_destroy(void* library) {
   delete static_cast<kiln::cuda::LinearLibrary*>(library);

@@ -10,6 +10,8 @@
 // 23.9, against 21.3 of cuda_hopper.cuh).
 #pragma once
 
+#include <algorithm>
+
 #include "../dense/cuda_hopper.cuh"
 #include "../dense/cuda_portable.cuh"
 #include "cuda_fragments.cuh"
@@ -30,23 +32,24 @@ struct FewRowsWork {
 
 // What a block's warps do with a stage of kBoxes * 128 bytes of each weight row: eight products each, of kSlabsOfWarp
 // slabs.
-template <int kBoxes, int kSlabsOfWarp>
+template <int kBoxesOfStage, int kSlabsOfEachWarp>
 struct FewRowsShape {
+  static constexpr int kBoxes = kBoxesOfStage, kSlabsOfWarp = kSlabsOfEachWarp;
   static constexpr int kDepth = kBoxes * kBoxDepth, kChunks = kDepth / kProductDepth;
   static constexpr int kTeam = kChunks < kConsumers ? kChunks : kConsumers;  // warps that share a slab
   static constexpr int kTeams = kConsumers / kTeam, kSlabs = kTeams * kSlabsOfWarp;
   static_assert(kChunks / kTeam * kSlabsOfWarp == 8);
 
-  static int plane_stride(int64_t depth) {
-    return static_cast<int>((depth + kDepth - 1) / kDepth * kDepth) + kPlanePadding;
-  }
-  // Stages that fit beside the planes of x.
+  static constexpr int kFinished = (kSlabs + kConsumers - 1) / kConsumers;  // slabs whose results a warp makes
+
+  // Bytes from one plane of x to the next.
+  __host__ __device__ static int plane_stride(const FewRowsWork& work) { return work.steps * kDepth + kPlanePadding; }
+  // Stages that fit beside the planes.
   static int stages(const FewRowsWork& work) {
-    const int planes = work.rows * kPlanesOfRow * plane_stride(work.depth);
+    const int planes = work.rows * kPlanesOfRow * plane_stride(work);
     const int ring = kFewRowsShared - kSharedAlignment - planes;
-    return min(min(ring / (work.slabs * kSlab * kDepth), kFewRowsStages), work.steps);
+    return std::min({ring / (work.slabs * kSlab * kDepth), kFewRowsStages, work.steps});
   }
-  static int min(int a, int b) { return a < b ? a : b; }
 };
 
 __device__ __forceinline__ void mma_bytes(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -186,63 +189,53 @@ struct SlabRows {
 };
 
 // The one thread that feeds the ring. Weights are nobody's output: it waits for no earlier kernel.
-template <typename Shape, int kBoxes, bool kSwiGlu>
+template <int kBoxes, bool kSwiGlu>
 __device__ void produce_slabs(const FewRowsWork& work, const CUtensorMap& weight, uint32_t ring, uint64_t* full,
                               uint64_t* empty) {
   const uint64_t policy = read_once_policy();
   const int box_bytes = work.slabs * kSlab * kBoxDepth, first_slab = blockIdx.x * work.slabs;
   asm volatile("prefetch.tensormap [%0];" ::"l"(&weight) : "memory");
-  int stage = 0;
-  uint32_t parity = 1;  // of the round before
+  Stage stage;
   for (int step = 0; step < work.steps; step++) {
-    if (step >= work.stages) barrier_wait(empty + stage, parity);
-    barrier_expect(full + stage, kBoxes * box_bytes);
+    if (step >= work.stages) barrier_wait(empty + stage.index, stage.parity ^ 1);  // of the round before
+    barrier_expect(full + stage.index, kBoxes * box_bytes);
 #pragma unroll
     for (int i = 0; i < kBoxes; i++) {
-      const uint32_t at = ring + (stage * kBoxes + i) * box_bytes;
+      const uint32_t at = ring + (stage.index * kBoxes + i) * box_bytes;
       const int depth = (step * kBoxes + i) * kBoxDepth;
-      if constexpr (kSwiGlu) copy_interleaved_box(at, weight, depth, first_slab, full + stage, policy);
-      else copy_box(at, weight, depth, first_slab * kSlab, full + stage, policy);
+      if constexpr (kSwiGlu) copy_interleaved_box(at, weight, depth, first_slab, full + stage.index, policy);
+      else copy_box(at, weight, depth, first_slab * kSlab, full + stage.index, policy);
     }
-    if (++stage == work.stages) {
-      stage = 0;
-      parity ^= 1;
-    }
+    stage.next(work.stages);
   }
 }
 
-template <typename T, int kBoxes, int kSlabsOfWarp, bool kSwiGlu>
+template <typename T, typename Shape, bool kSwiGlu>
 __global__ void __launch_bounds__(kHopperThreads, 1)
-    quant_linear_few_rows(const __grid_constant__ CUtensorMap weight, const __grid_constant__ FewRowsWork work,
-                          const __grid_constant__ int stride) {
+    quant_linear_few_rows(const __grid_constant__ CUtensorMap weight, const __grid_constant__ FewRowsWork work) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Shape = FewRowsShape<kBoxes, kSlabsOfWarp>;
+  constexpr int kSlabsOfWarp = Shape::kSlabsOfWarp;
   extern __shared__ uint8_t dynamic[];
   __shared__ uint64_t full[kFewRowsStages], empty[kFewRowsStages];
   __shared__ uint32_t largest[kFewRows];
   __shared__ float scales[kFewRows];
   const uint32_t start = shared_address(dynamic), ring = (start + kSharedAlignment - 1) & ~(kSharedAlignment - 1);
   uint8_t* const ring_bytes = dynamic + (ring - start);
-  const int box_bytes = work.slabs * kSlab * kBoxDepth, stage_bytes = kBoxes * box_bytes;
+  const int box_bytes = work.slabs * kSlab * kBoxDepth, stage_bytes = Shape::kBoxes * box_bytes;
+  const int stride = Shape::plane_stride(work);
   uint8_t* const planes = ring_bytes + work.stages * stage_bytes;
   let_next_start();
   if (threadIdx.x < kFewRows) largest[threadIdx.x] = 0;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < work.stages; i++) {
-      barrier_init(full + i, 1);
-      barrier_init(empty + i, kConsumers);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  if (threadIdx.x == 0) init_ring(full, empty, work.stages);
   __syncthreads();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (warp == kConsumers) {
-    if (lane == 0) produce_slabs<Shape, kBoxes, kSwiGlu>(work, weight, ring, full, empty);
+    if (lane == 0) produce_slabs<Shape::kBoxes, kSwiGlu>(work, weight, ring, full, empty);
     return;
   }
-  SlabRows<T, kSwiGlu> rows[(Shape::kSlabs + kConsumers - 1) / kConsumers];
+  SlabRows<T, kSwiGlu> rows[Shape::kFinished];
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(rows) / sizeof(rows[0])); i++)
+  for (int i = 0; i < Shape::kFinished; i++)
     rows[i].load(work, blockIdx.x * work.slabs + warp + i * kConsumers);
   wait_for_previous();
   integers_of_rows<T>(work, planes, stride, largest, scales);
@@ -252,11 +245,10 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   const bool has_column = lane / 4 < kPlanesOfRow * work.rows;
   const uint32_t column = shared_address(planes) + (has_column ? lane / 4 * stride : 0) + lane % 4 * 4;
   int sums[kSlabsOfWarp][4] = {};
-  int stage = 0;
-  uint32_t parity = 0;
+  Stage stage;
   for (int step = 0; step < work.steps; step++) {
-    barrier_wait(full + stage, parity);
-    const uint32_t at = ring + stage * stage_bytes;
+    barrier_wait(full + stage.index, stage.parity);
+    const uint32_t at = ring + stage.index * stage_bytes;
 #pragma unroll
     for (int c = 0; c < Shape::kChunks / Shape::kTeam; c++) {
       const int chunk = first_chunk + c * Shape::kTeam, of_box = chunk % 4;
@@ -275,11 +267,8 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
       }
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(empty + stage);
-    if (++stage == work.stages) {
-      stage = 0;
-      parity ^= 1;
-    }
+    if (lane == 0) barrier_arrive(empty + stage.index);
+    stage.next(work.stages);
   }
 
   // The ring is done with: it takes the warps' sums, [warps of a team][slabs][lanes].
@@ -293,7 +282,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   }
   consumers_meet();
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(rows) / sizeof(rows[0])); i++) {
+  for (int i = 0; i < Shape::kFinished; i++) {
     const int slab = warp + i * kConsumers;
     if (slab >= work.slabs) break;
     int4 sum = {};

@@ -44,6 +44,13 @@ struct FewRows {
   FewRowsWork work = {};
   int blocks = 0;
 
+  // What `use` makes of the shape for so many slabs.
+  template <typename Use>
+  auto with_shape(Use use) const {
+    if (work.slabs <= 4) return use(FewRowsShape<4, 4>());
+    return work.slabs <= 8 ? use(FewRowsShape<2, 8>()) : use(FewRowsShape<1, 8>());
+  }
+
   FewRows(const QuantLinear& call, cudaStream_t stream) : call(call), stream(stream) {
     constexpr int64_t kMostSlabs = 16, kMostBeyond = 64 << 10, kMostValues = 32768;
     if (call.format != WeightFormat::kInt8 || call.group || call.rows > call.few_rows) return;
@@ -52,14 +59,18 @@ struct FewRows {
     const int64_t of_block = (slabs + processors - 1) / processors;
     const int64_t beyond = (of_block * processors - slabs) * kSlab * call.depth / processors;
     if (of_block > kMostSlabs || beyond > kMostBeyond) return;
-    work = {call.x, call.scale, call.bias, call.y};
+    work.x = call.x;
+    work.scale = call.scale;
+    work.bias = call.bias;
+    work.y = call.y;
     work.rows = static_cast<int>(call.rows);
     work.depth = static_cast<int>(call.depth);
     work.width = static_cast<int>(call.width);
     work.slabs = static_cast<int>(of_block);
-    if (of_block <= 4) plan<FewRowsShape<4, 4>>();
-    else if (of_block <= 8) plan<FewRowsShape<2, 8>>();
-    else plan<FewRowsShape<1, 8>>();
+    with_shape([&](auto shape) {
+      work.steps = (work.depth + shape.kDepth - 1) / shape.kDepth;
+      work.stages = shape.stages(work);
+    });
     if (work.stages >= std::min(work.steps, 3)) blocks = static_cast<int>((slabs + of_block - 1) / of_block);
   }
 
@@ -70,29 +81,19 @@ struct FewRows {
   }
 
  private:
-  template <typename Shape>
-  void plan() {
-    work.steps = (work.depth + Shape::kDepth - 1) / Shape::kDepth;
-    work.stages = Shape::stages(work);
-  }
-
   template <typename T>
   cudaError_t of_element() const {
-    return call.swiglu ? of_epilogue<T, true>() : of_epilogue<T, false>();
+    return with_shape([&](auto shape) {
+      return call.swiglu ? run<T, decltype(shape), true>() : run<T, decltype(shape), false>();
+    });
   }
-  template <typename T, bool kSwiGlu>
-  cudaError_t of_epilogue() const {
-    if (work.slabs <= 4) return run<T, 4, 4, kSwiGlu>();
-    return work.slabs <= 8 ? run<T, 2, 8, kSwiGlu>() : run<T, 1, 8, kSwiGlu>();
-  }
-  template <typename T, int kBoxes, int kSlabsOfWarp, bool kSwiGlu>
+  template <typename T, typename Shape, bool kSwiGlu>
   cudaError_t run() const {
-    const auto kernel = quant_linear_few_rows<T, kBoxes, kSlabsOfWarp, kSwiGlu>;
+    const auto kernel = quant_linear_few_rows<T, Shape, kSwiGlu>;
     if (const cudaError_t error = allow_shared(kernel, kFewRowsShared); error != cudaSuccess) return error;
     CUtensorMap weight;
     if (const cudaError_t error = describe_weight(&weight, call, work.slabs); error != cudaSuccess) return error;
-    const int stride = FewRowsShape<kBoxes, kSlabsOfWarp>::plane_stride(work.depth);
-    return launch(kernel, dim3(blocks), dim3(kHopperThreads), kFewRowsShared, stream, weight, work, stride);
+    return launch(kernel, dim3(blocks), dim3(kHopperThreads), kFewRowsShared, stream, weight, work);
   }
 };
 

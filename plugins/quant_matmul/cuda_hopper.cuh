@@ -51,7 +51,7 @@ __device__ void produce_quantised(const LinearWork& work, const CUtensorMap& wei
     barrier_wait(empty + stage.index, stage.parity);
     load_weight(step, stage.index);
     load_x(step, stage.index);
-    stage.next<Shape::kStages>();
+    stage.next(Shape::kStages);
   }
 }
 
@@ -139,7 +139,7 @@ struct QuantConsumer {
         if (fresh) group.template add<kRows>(part, sums);
       }
       if (threadIdx.x % kWarp == 0) barrier_arrive(empty + stage.index);
-      stage.template next<Shape::kStages>();
+      stage.next(Shape::kStages);
     }
     if (!fresh) group.template add<kRows>(part, sums);
     step += count;
@@ -156,13 +156,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   __shared__ uint64_t full[Shape::kStages], empty[Shape::kStages];
   const uint32_t ring = (shared_address(dynamic) + kSharedAlignment - 1) & ~(kSharedAlignment - 1);
   let_next_start();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < Shape::kStages; i++) {
-      barrier_init(full + i, 1);
-      barrier_init(empty + i, kConsumers);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  if (threadIdx.x == 0) init_ring(full, empty, Shape::kStages);
   __syncthreads();
   if (threadIdx.x >= kConsumers * kWarp) {
     if (threadIdx.x == kConsumers * kWarp)

@@ -132,11 +132,7 @@ const char* unsupported_by_library(const QuantLinear& call) {
 
 // A library, or null where there can be none.
 KILN_EXPORT void* kiln_cuda_quant_library_create() {
-  const char* problem = nullptr;
-  auto* library = new kiln::cuda::QuantLibrary(&problem);
-  if (!problem) return library;
-  delete library;
-  return nullptr;
+  return kiln::cuda::cublas::created_or_null<kiln::cuda::QuantLibrary>();
 }
 KILN_EXPORT void kiln_cuda_quant_library_destroy(void* library) {
   delete static_cast<kiln::cuda::QuantLibrary*>(library);

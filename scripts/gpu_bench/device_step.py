@@ -53,24 +53,11 @@ def greedy(rows: int) -> SamplingInputs:
 
 def decode_inputs(backend: DecoderBackend, batch: int, context: int) -> StepInputs:
     """A step of `batch` sequences that hold `context` tokens each, in blocks from all over the cache."""
-    generator, size = np.random.default_rng(batch), backend.kv.block_size
-    width = context // size + 1
-    table = generator.permutation(backend.num_blocks)[: batch * width].reshape(batch, width).astype(np.int32)
-    every = np.arange(batch + 1, dtype=np.int32)
-    past = np.full(batch, context, np.int32)
-    return StepInputs(
-        input_ids=every[:-1],
-        position_ids=past,
-        logits_indices=every[:-1],
-        cumulative_sequence_length=every,
-        past_seqlens=past,
-        block_table=table,
-        slot_mapping=table[:, context // size] * np.int32(size) + np.int32(context % size),
-    )
+    return mixed_inputs(backend, batch, context, 0, 0)
 
 
 def mixed_inputs(backend: DecoderBackend, batch: int, context: int, prompts: int, tokens: int) -> StepInputs:
-    """A step of `batch` sequences that hold `context` tokens and go on, and of `prompts` whole prompts."""
+    """The same and `prompts` whole prompts, with logits for their last tokens."""
     size = backend.kv.block_size
     lengths = np.array([1] * batch + [tokens] * prompts, np.int32)
     past = np.array([context] * batch + [0] * prompts, np.int32)

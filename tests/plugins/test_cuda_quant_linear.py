@@ -60,17 +60,21 @@ def test_equals_the_reference(
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(("width", "depth"), [(6144, 4096), (1000, 1088)])
+@pytest.mark.parametrize("few_rows", [0, FEW_ROWS])
+@pytest.mark.parametrize("portable", [False, True])
 def test_a_row_does_not_depend_on_its_neighbours(
-    products: CudaQuantLinear, width: int, depth: int, form: WeightFormat
+    portable: bool, few_rows: int, width: int, depth: int, form: WeightFormat
 ) -> None:
+    products = CudaQuantLinear(loaded_library(), portable, few_rows)
     weight, _ = weight_of(1, form, width, depth)
-    for most, fewer in ((FEW_ROWS, (1, 2, 3)), (EQUAL_ROWS, (7, 8, 15, 17, 31))):
-        x = random(2, "bfloat16", most, depth)
-        together = products.linear(x, weight)
-        for rows in fewer:
+    most = few_rows or EQUAL_ROWS
+    x = random(2, "bfloat16", most, depth)
+    together = products.linear(x, weight)
+    for rows in (1, 2, 3, 7, 8, 15, 17, 31):
+        if rows < most:
             assert torch.equal(products.linear(x[:rows], weight), together[:rows])
-        order = torch.randperm(most, device="cuda")
-        assert torch.equal(products.linear(x[order].contiguous(), weight), together[order])
+    order = torch.randperm(most, device="cuda")
+    assert torch.equal(products.linear(x[order].contiguous(), weight), together[order])
 
 
 @pytest.mark.parametrize("dtype", sorted(LIMITS))
