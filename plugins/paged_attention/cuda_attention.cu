@@ -8,14 +8,14 @@ namespace kiln::cuda {
 namespace {
 
 template <typename T>
-cudaError_t launch_write(const PagedAttention& call, cudaStream_t stream) {
+cudaError_t launch_write(const PagedAttention& call, int* next_tile, cudaStream_t stream) {
   if (is_quantised(call)) {
     const int64_t blocks = (call.tokens * int64_t{2} * call.kv_heads * 32 + kWriteThreads - 1) / kWriteThreads;
     return launch(write_quantised_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kWriteThreads), 0, stream, call);
   }
   const int64_t parts = (2 * call.kv_heads * call.head_dim / 8 + 31) / 32;
   const int64_t blocks = (call.tokens * parts * 32 + kWriteThreads - 1) / kWriteThreads;
-  return launch(write_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kWriteThreads), 0, stream, call);
+  return launch(write_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kWriteThreads), 0, stream, call, next_tile);
 }
 
 // Query rows up to which reading a context split over the chip beats one CTA per tile. Measured on an H200 at contexts
@@ -47,7 +47,7 @@ cudaError_t current_device(Device* device) {
 
 size_t scratch_bytes() {
   Device device;
-  return current_device(&device) == cudaSuccess ? decode_scratch_bytes(device) : 0;
+  return current_device(&device) == cudaSuccess ? decode_scratch_bytes(device) + sizeof(int) : 0;
 }
 
 const char* unsupported(const PagedAttention& call) {
@@ -71,8 +71,10 @@ cudaError_t run(const PagedAttention& given, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   PagedAttention call = given;
   if (call.decode_rows == kMeasured) call.decode_rows = measured_rows(call, device);
-  error = call.element == Element::kFloat16 ? launch_write<__half>(call, stream)
-                                            : launch_write<__nv_bfloat16>(call, stream);
+  // Behind what the decode path keeps: how many tiles were taken.
+  int* next_tile = reinterpret_cast<int*>(static_cast<char*>(call.scratch) + decode_scratch_bytes(device));
+  error = call.element == Element::kFloat16 ? launch_write<__half>(call, next_tile, stream)
+                                            : launch_write<__nv_bfloat16>(call, next_tile, stream);
   // Lengths are not known here. With none of them zero, no sequence has more new tokens than this; if some are, the
   // decode path does what is left, only slower.
   const int64_t most_rows =
@@ -81,7 +83,8 @@ cudaError_t run(const PagedAttention& given, cudaStream_t stream) {
   if (!prefill) call.decode_rows = INT_MAX;
   if (!decode) call.decode_rows = 0;
   if (error == cudaSuccess && prefill)
-    error = device.major == 9 && !call.portable ? launch_hopper(call, stream) : launch_prefill(call, stream);
+    error = device.major == 9 && !call.portable ? launch_hopper(call, device, next_tile, stream)
+                                                 : launch_prefill(call, stream);
   if (error == cudaSuccess && decode) error = launch_decode(call, device, stream);
   return error;
 }

@@ -29,7 +29,7 @@ struct Numbers<__nv_bfloat16> {
     return reinterpret_cast<const uint32_t&>(pair);
   }
   static __device__ __forceinline__ float2 unpack(uint32_t pair) {
-    return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
   }
   static __device__ __forceinline__ __nv_bfloat16 from(float x) { return __float2bfloat16_rn(x); }
   // d[16, 8] += a[16, 16] b[16, 8], in the fragment layouts of mma.sync.
@@ -92,6 +92,15 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int by
 
 __device__ __forceinline__ void store_shared(uint32_t to, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(uint32_t from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -198,17 +207,27 @@ struct Unrotated {
     const bool upper = dim >= half;
     const int at = upper ? dim - half : dim;
     y = __ldg(reinterpret_cast<const uint4*>(head + (upper ? dim - half : dim + half)));
-    const size_t row = static_cast<size_t>(min(position, call.positions - 1)) * half + at;
-    const float4* cos = reinterpret_cast<const float4*>(call.cos + row);
-    const float4* sin = reinterpret_cast<const float4*>(call.sin + row);
+    load_turn(call, at, position);
+    sign = upper ? 1.0f : -1.0f;
+  }
+  // What a vector at `dim` of the first half, or its counterpart in the second, is turned by.
+  __device__ __forceinline__ void load_turn(const PagedAttention& call, int dim, int position) {
+    const size_t at = static_cast<size_t>(min(position, call.positions - 1)) * call.rotary_half + dim;
+    const float4* cos = reinterpret_cast<const float4*>(call.cos + at);
+    const float4* sin = reinterpret_cast<const float4*>(call.sin + at);
     c[0] = __ldg(cos), c[1] = __ldg(cos + 1);
     s[0] = __ldg(sin), s[1] = __ldg(sin + 1);
-    sign = upper ? 1.0f : -1.0f;
   }
   __device__ __forceinline__ uint4 rotated() const {
     if (sign == 0) return x;
     return {turned(x.x, y.x, c[0].x, c[0].y, s[0].x, s[0].y), turned(x.y, y.y, c[0].z, c[0].w, s[0].z, s[0].w),
             turned(x.z, y.z, c[1].x, c[1].y, s[1].x, s[1].y), turned(x.w, y.w, c[1].z, c[1].w, s[1].z, s[1].w)};
+  }
+  // Of a first half that is to be turned, what stands in its place in the second.
+  __device__ __forceinline__ uint4 other() const {
+    Unrotated swapped = *this;
+    swapped.x = y, swapped.y = x, swapped.sign = -sign;
+    return swapped.rotated();
   }
 
  private:

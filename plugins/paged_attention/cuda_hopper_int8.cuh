@@ -52,10 +52,11 @@ struct TileRestorer {
     for (int i = 0; i < kHeld; i++) load(cache, position, i);
   }
   // Stores the tile that was loaded to its stage, and loads another one.
-  __device__ __forceinline__ void store(uint32_t stages, int number, uint64_t (&full)[2], uint64_t (&empty)[2],
-                                        const ByteCache& next, int next_position) {
-    const uint32_t tile = stages + number % 2 * Layout::kTileBytes;
-    wait_barrier(shared_address(&empty[number % 2]), number / 2 % 2 ^ 1);
+  template <int kStages>
+  __device__ __forceinline__ void store(const HopperStages<kStages>& stages, int number, const ByteCache& next,
+                                        int next_position) {
+    const uint32_t tile = stages.address + number % kStages * Layout::kTileBytes;
+    stages.wait_empty(number);
 #pragma unroll
     for (int i = 0; i < kHeld; i++) {
       const int e = i * 128 + threadIdx.x, row = e / kVectors, vector = e % kVectors, chunk = vector % 4 * 2;
@@ -68,7 +69,7 @@ struct TileRestorer {
       load(next, next_position, i);
     }
     publish_stores();
-    arrive(shared_address(&full[number % 2]));
+    arrive(shared_address(&stages.full[number % kStages]));
   }
 };
 
@@ -78,7 +79,8 @@ __device__ __forceinline__ void restore_pages(const HopperWork& work, const CUte
                                               const CUtensorMap* value_map) {
   constexpr int kKeys = HopperLayout<kHeadDim>::kKeys;
   const PagedAttention& call = work.call;
-  HopperBarriers& barriers = work.barriers;
+  const auto key_stages = work.key_stages();
+  const auto value_stages = work.value_stages();
   const ByteCache keys = {static_cast<const int8_t*>(call.key_cache), call.key_scale};
   const ByteCache values = {static_cast<const int8_t*>(call.value_cache), call.value_scale};
   const bool byte_keys = keys.scales, byte_values = values.scales;
@@ -87,14 +89,13 @@ __device__ __forceinline__ void restore_pages(const HopperWork& work, const CUte
   for (int position = work.begin, i = 0; position < work.end; position += kKeys, i++) {
     const int next = position + kKeys;
     if (byte_keys)
-      tiles.store(work.keys, i, barriers.keys_full, barriers.keys_empty, byte_values ? values : keys,
-                  byte_values ? position : next);
+      tiles.store(key_stages, i, byte_values ? values : keys, byte_values ? position : next);
     else if (threadIdx.x < 32)
-      copy_stage<kHeadDim>(work, key_map, work.keys, position, i, barriers.keys_full, barriers.keys_empty);
+      copy_stage<kHeadDim>(work, key_map, key_stages, position, i, block_to_copy<kHeadDim>(work, position));
     if (byte_values)
-      tiles.store(work.values, i, barriers.values_full, barriers.values_empty, byte_keys ? keys : values, next);
+      tiles.store(value_stages, i, byte_keys ? keys : values, next);
     else if (threadIdx.x < 32)
-      copy_stage<kHeadDim>(work, value_map, work.values, position, i, barriers.values_full, barriers.values_empty);
+      copy_stage<kHeadDim>(work, value_map, value_stages, position, i, block_to_copy<kHeadDim>(work, position));
   }
 }
 

@@ -46,10 +46,8 @@ __device__ __forceinline__ void store_wide_query(uint32_t row, int vector, uint4
 }
 
 __device__ __forceinline__ void load_words(uint32_t (&words)[4], uint32_t address) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address)
-               : "memory");
+  const uint4 x = load_shared(address);
+  words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
 }
 
 // Copies 4 bytes, or zero.

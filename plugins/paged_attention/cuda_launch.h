@@ -38,6 +38,7 @@ size_t decode_scratch_bytes(const Device& device);
 bool decode_fits(const PagedAttention& call, const Device& device);
 cudaError_t launch_decode(const PagedAttention& call, const Device& device, cudaStream_t stream);
 cudaError_t launch_prefill(const PagedAttention& call, cudaStream_t stream);
-cudaError_t launch_hopper(const PagedAttention& call, cudaStream_t stream);
+// `next_tile` is 0 when the kernel before ends, where no cache is int8.
+cudaError_t launch_hopper(const PagedAttention& call, const Device& device, int* next_tile, cudaStream_t stream);
 
 }  // namespace kiln::cuda

@@ -62,11 +62,20 @@ __device__ __forceinline__ void pin(float (&registers)[kCount]) {
 }
 
 // Descriptor of a matrix in shared memory, in atoms of 8 rows of 128 swizzled bytes. `row_step`: bytes from one 8 rows
-// to the next. `chunk_step`: bytes from one 64 columns to the next, where those are the product's outer dimension.
-__device__ __forceinline__ uint64_t matrix(uint32_t address, int row_step, int chunk_step = 16) {
-  return static_cast<uint64_t>(address >> 4 & 0x3fff) | static_cast<uint64_t>(chunk_step >> 4) << 16 |
-         static_cast<uint64_t>(row_step >> 4) << 32 | 1ull << 62;
-}
+// to the next. `chunk_step`: bytes from one 64 columns to the next, where those are the product's outer dimension. What
+// differs among the matrices of a product is added to `low`, so that it takes one instruction.
+struct Matrix {
+  uint32_t low, high;
+
+  __device__ __forceinline__ Matrix(uint32_t address, int row_step, int chunk_step = 16)
+      : low((address >> 4 & 0x3fff) | static_cast<uint32_t>(chunk_step >> 4) << 16), high(row_step >> 4 | 1u << 30) {
+    low = __shfl_sync(kAll, low, 0);  // so that it is known to be the same in all lanes
+    asm volatile("" : "+r"(low));     // and its sums are not kept in registers
+  }
+  __device__ __forceinline__ uint64_t after(int bytes) const {
+    return static_cast<uint64_t>(high) << 32 | (low + (bytes >> 4));
+  }
+};
 
 #define KILN_F8(d, i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \

@@ -22,10 +22,12 @@ __device__ __forceinline__ int sequence_of(const PagedAttention& call, int token
   return low;
 }
 
-// A warp takes one token and 32 vectors of 8 elements, keys first.
+// A warp takes one token and 32 vectors of 8 elements, keys first. Where there is one, the counter becomes 0.
 template <typename T>
-__global__ void __launch_bounds__(kWriteThreads) write_kernel(const __grid_constant__ PagedAttention call) {
+__global__ void __launch_bounds__(kWriteThreads)
+    write_kernel(const __grid_constant__ PagedAttention call, int* counter) {
   wait_for_previous();
+  if (counter && blockIdx.x == 0 && threadIdx.x == 0) *counter = 0;
   let_next_start();  // only now: the next kernel reads queries before it waits for this one
   const int size = call.kv_heads * call.head_dim, vectors = size / 8, parts = (2 * vectors + 31) / 32;
   const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kWriteThreads + threadIdx.x) / 32;

@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(kiln::cuda::kWriteThreads)
   call.slots = slots;
   call.key_cache = key_cache;
   call.value_cache = value_cache;
-  kiln::cuda::write_kernel<T>(call);
+  kiln::cuda::write_kernel<T>(call, nullptr);
 }
 
 // Attention of the sequences with at most `decode_rows` query rows; the others' output is left alone. `scratch` is zero
