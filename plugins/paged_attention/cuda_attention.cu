@@ -1,4 +1,5 @@
 // Chooses the kernels of a call and launches them: one that writes the cache, then one or two that attend.
+#include <algorithm>
 #include <climits>
 
 #include "cuda_launch.h"
@@ -18,11 +19,16 @@ cudaError_t launch_write(const PagedAttention& call, int* next_tile, cudaStream_
   return launch(write_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kWriteThreads), 0, stream, call, next_tile);
 }
 
-// Query rows up to which reading a context split over the chip beats one CTA per tile. Measured on an H200 at contexts
-// of 2048 and 4096, in us, decode and prefill path: 1 sequence x 128 rows 47, 85; 1 x 256 70, 85; 16 x 16 49, 58;
-// 64 x 32 308, 195.
+bool takes_hopper(const PagedAttention& call, const Device& device) { return device.major == 9 && !call.portable; }
+
+// Query rows up to which reading a context split over the chip beats one CTA per tile. Measured on an H200 with 8 KV
+// heads and a context of 2048, in us, decode path and Hopper's prefill: 1 sequence x 128 rows 34, 39; 1 x 256 47, 39;
+// 4 x 32 35, 43; 4 x 64 48, 44; 16 x 16 48, 51; 16 x 32 88, 51. For the slower prefill kernels as it was when that one
+// was slower, too, at contexts of 2048 and 4096: 1 x 128 47, 85; 1 x 256 70, 85; 16 x 16 49, 58.
 int32_t measured_rows(const PagedAttention& call, const Device& device) {
-  return call.seqs * static_cast<int64_t>(call.kv_heads) * 4 < device.multiprocessors ? 256 : 16;
+  const int64_t readers = static_cast<int64_t>(call.seqs) * call.kv_heads;
+  if (!takes_hopper(call, device) || is_quantised(call)) return readers * 4 < device.multiprocessors ? 256 : 16;
+  return static_cast<int32_t>(std::clamp<int64_t>(int64_t{8} * device.multiprocessors / readers, 16, 256));
 }
 
 }  // namespace
@@ -83,8 +89,7 @@ cudaError_t run(const PagedAttention& given, cudaStream_t stream) {
   if (!prefill) call.decode_rows = INT_MAX;
   if (!decode) call.decode_rows = 0;
   if (error == cudaSuccess && prefill)
-    error = device.major == 9 && !call.portable ? launch_hopper(call, device, next_tile, stream)
-                                                 : launch_prefill(call, stream);
+    error = takes_hopper(call, device) ? launch_hopper(call, device, next_tile, stream) : launch_prefill(call, stream);
   if (error == cudaSuccess && decode) error = launch_decode(call, device, stream);
   return error;
 }
