@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pipeline.device_limits import device_seconds
+from pipeline.device_limits import copy_bandwidth, device_seconds
 from plugins.cuda_build import cuda_library
 from plugins.sampling.cuda_calls import CudaSampling
 
@@ -37,13 +37,6 @@ KINDS: dict[str, tuple[float, float, int, float, float]] = {  # spread, temperat
 def microseconds(run: Callable[[], object], calls: int = 20) -> float:
     """Of one call, the median of nine replays of a graph."""
     return device_seconds(run, calls) * 1e6
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / (microseconds(lambda: target.copy_(source), 3) * 1e-6)
 
 
 def operands(rows: int, vocabulary: int, kind: str, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -5,8 +5,8 @@
 
 Builds a bundle of the shape of Llama 3 8B on random weights with Kiln's own build, has the algorithms of its products
 measured as `kiln tune` does, unless BUNDLE is there already, and uses it through `Engine` as a service would. Takes
-four and a half minutes on an H200. Prints one table and one JSON line, and exits with 1 when a target is missed. Needs torch
-with CUDA beside ONNX Runtime's CUDA build.
+four and a half minutes on an H200. Prints one table and one JSON line, and exits with 1 when a target is missed. Needs
+torch with CUDA beside ONNX Runtime's CUDA build.
 
 --quant gives all of the model's products weights of 8 or 4 bits, with the kernels that were measured to be the fastest
 for their shapes; --beside FILE, whose last line is the JSON of a run in 16 bits on this machine, adds how the decode
