@@ -154,6 +154,35 @@ def test_decode_rate_is_what_a_known_step_time_gives(llama_bundle: Path) -> None
             assert 0.3 * batch / 0.05 < rate < batch / 0.05
 
 
+def test_sequences_that_did_not_decode_together_are_measured_again(
+    llama_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine: the first of two sequences has ended when the second one is submitted."""
+    from engines.runtime.engine import Engine
+    from engines.runtime.request import Request
+    from engines.runtime.stream import Stream
+    from pipeline.bench import _decode_rate
+
+    with Engine.open(llama_bundle, threads=1) as engine:
+        submit = engine.submit
+        submitted: list[Stream] = []
+
+        def late(request: Request) -> Stream:
+            if len(submitted) in slow:
+                submitted[-1].result()
+            submitted.append(submit(request))
+            return submitted[-1]
+
+        monkeypatch.setattr(engine, "submit", late)
+        slow = {1, 3}
+        assert _decode_rate(engine, [(1, 2, 3)] * 2, 200) > 0
+        assert len(submitted) >= 6
+        submitted.clear()
+        slow = set(range(1, 100, 2))
+        with pytest.raises(KilnError, match="2 sequences of 4 tokens did not decode together"):
+            _decode_rate(engine, [(1, 2, 3)] * 2, 4)
+
+
 def test_the_command_prints_one_json_line(llama_bundle: Path) -> None:
     result = CliRunner().invoke(bench_command, [str(llama_bundle), "--json", "--threads", "1", "--repetitions", "1"])
     assert result.exit_code == 0, result.output
