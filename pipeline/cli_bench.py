@@ -5,7 +5,8 @@ from pathlib import Path
 import click
 
 from engines.bundle import open_bundle
-from pipeline.bench import BenchConfig, bench, table_from_report
+from pipeline.bench import BenchConfig, bench
+from pipeline.bench_table import table_from_report
 from pipeline.ledger.recording import ledger_options, record
 from pipeline.ledger.records import entry_from_bench
 from pipeline.printing import print_result

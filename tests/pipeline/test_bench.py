@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from passes.onnx_model import DecoderSpec
-from pipeline.bench import BenchConfig, Figure, bench, table_from_report
+from pipeline.bench import BenchConfig, Figure, bench
+from pipeline.bench_table import table_from_report
 from pipeline.cli_bench import bench_command
 from pipeline.floors import AttentionLayer, DecoderWork, decoder_work_from_graph, plain_operations, weight_bytes
 from pipeline.limits import peak_memory

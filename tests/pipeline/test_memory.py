@@ -11,7 +11,8 @@ from engines.bundle import open_bundle
 from engines.manifest import TensorRecord
 from engines.runtime.engine import Engine
 from engines.runtime.request import SamplingParams
-from pipeline.bench import BenchConfig, bench, table_from_report
+from pipeline.bench import BenchConfig, bench
+from pipeline.bench_table import table_from_report
 from pipeline.ledger.records import entry_from_bench
 from pipeline.memory import memory_account, weight_bytes_stored
 from pipeline.progress import Progress
