@@ -49,11 +49,11 @@ __global__ void __launch_bounds__(384, 1)
   const uint32_t base = (shared_address(shared) + 1023) & ~1023u;
   const auto exists = [&](int i) { return taken.tiles[i % 2].seq >= 0; };
   const auto work_of = [&](int i) {
-    return HopperWork::of(Layout(), call, taken.tiles[i % 2], taken.heads[i % 2], i % kBuffers, base, barriers);
+    return HopperWork::of<Layout>(call, taken.tiles[i % 2], taken.heads[i % 2], i % kBuffers, base, barriers);
   };
-  const auto release = [&](uint64_t& barrier) {
+  const auto release_together = [&](uint64_t& barrier) {
     __syncwarp();
-    if (lane == 0) arrive(shared_address(&barrier));
+    release(barrier);
   };
   const auto wait_tile = [&](int i) { wait_barrier(shared_address(&barriers.tiles_full[i % 2]), (i - 1) / 2 % 2); };
   if (warpgroup >= 0) {
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(384, 1)
       rows.attend(work_of(i), number);
       rows.write(work_of(i));  // read anew: registers are scarce
       if constexpr (kQuantised) break;
-      release(barriers.queries_empty[i % kBuffers]);
-      release(barriers.tiles_empty[i % 2]);
+      release_together(barriers.queries_empty[i % kBuffers]);
+      release_together(barriers.tiles_empty[i % 2]);
       i++;
       wait_barrier(shared_address(&barriers.queries_full[i % kBuffers]), (i - 1) / kBuffers % 2);
     }
@@ -83,12 +83,12 @@ __global__ void __launch_bounds__(384, 1)
       const HopperWork work = work_of(i);
       if (warp == 0) copy_pages<kHeadDim>(work, &key_map, work.key_stages(), number);
       else copy_pages<kHeadDim>(work, &value_map, work.value_stages(), number);
-      release(barriers.tiles_empty[i % 2]);
+      release_together(barriers.tiles_empty[i % 2]);
       wait_tile(++i);
     }
   } else {
     wait_for_previous();
-    release(barriers.tiles_empty[0]);  // the first tile's queries are not theirs to rotate
+    release_together(barriers.tiles_empty[0]);  // the first tile's queries are not theirs to rotate
     for (int i = 1;; i++) {
       if (warp == 2) {
         wait_barrier(shared_address(&barriers.tiles_empty[i % 2]), i / 2 % 2 ^ 1);
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(384, 1)
       if (exists(i)) load_queries<T, kHeadDim, Layout::kLoaders>(work_of(i), threadIdx.x - 64);
       arrive(shared_address(&barriers.queries_full[i % kBuffers]));
       if (!exists(i)) return;
-      release(barriers.tiles_empty[i % 2]);
+      release_together(barriers.tiles_empty[i % 2]);
     }
   }
 #endif

@@ -43,6 +43,11 @@ struct HopperTiles {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+// By a warp that is done with what the barrier guards.
+__device__ __forceinline__ void release(uint64_t& barrier) {
+  if (threadIdx.x % 32 == 0) arrive(shared_address(&barrier));
+}
+
 // Stages of keys, or of values. Numbers count them from the CTA's first on.
 template <int kStages>
 struct HopperStages {
@@ -67,8 +72,8 @@ struct HopperWork {
 
   // `buffer` is that of the queries.
   template <typename Layout>
-  __device__ __forceinline__ static HopperWork of(Layout, const PagedAttention& call, const Tile& tile, int head,
-                                                  int buffer, uint32_t base, HopperBarriers& barriers) {
+  __device__ __forceinline__ static HopperWork of(const PagedAttention& call, const Tile& tile, int head, int buffer,
+                                                  uint32_t base, HopperBarriers& barriers) {
     const int group = call.heads / call.kv_heads, rows = tile.of.count * group;
     const uint32_t stages = base + Layout::kQueryBuffers * Layout::kQueryBytes;
     return {call,
@@ -248,10 +253,6 @@ struct HopperRows {
       for (int part = 0; part < kParts; part++)
         Products<T>::run(o[part], p + 4 * k, columns.after(part * 2 * kKeys * 128 + k * 2048));
     commit_products();
-  }
-
-  __device__ __forceinline__ void release(uint64_t& barrier) const {
-    if (lane == 0) arrive(shared_address(&barrier));
   }
 
   __device__ __forceinline__ void mask(int position) {
